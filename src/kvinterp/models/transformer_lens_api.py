@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,17 +27,39 @@ class Forward(NamedTuple):
     positions: Tensor | None
 
 
+def unequal(model: Any, rows: Sequence[Sequence[int]], how: str) -> tuple[list[str] | None, list[list[int]], int]:
+    """What users give ``generate()`` for prompts of several lengths, as far as it has to be told from the tokens.
+
+    Args:
+        model: A HookedTransformer or a TransformerBridge.
+        rows: The tokens of each prompt.
+        how: ``"texts"``: a list of texts, which it pads itself; ``"padded"``: padded tokens, as ``to_tokens`` gives them.
+
+    Returns:
+        The texts, None for tokens; the tokens of each prompt as the model then reads them, beginning with the token that it puts
+        first; and the token that pads.
+    """
+    tokenizer: Any = getattr(model, "tokenizer", None)
+    pad = getattr(tokenizer, "pad_token_id", None) or 0
+    if how == "texts":
+        texts = [tokenizer.decode(list(row)) for row in rows]
+        return texts, [model.to_tokens(text)[0].tolist() for text in texts], pad
+    begins = getattr(tokenizer, "bos_token_id", None) if getattr(model.cfg, "default_prepend_bos", False) else None
+    return None, [[*row] if begins is None else [begins, *row[1:]] for row in rows], pad
+
+
 def generate(
-    model: Any, tokens: Tensor, steps: int, cached: str, mask: Tensor | None = None
+    model: Any, tokens: Tensor | list[str], steps: int, cached: str, mask: Tensor | None = None, bos: str = "no"
 ) -> tuple[Tensor, list[Forward]]:
     """Generates exactly ``steps`` tokens greedily, past any end token, by a model's own ``generate()``.
 
     Args:
         model: A HookedTransformer or a TransformerBridge.
-        tokens: ``[batch, position]``.
+        tokens: ``[batch, position]``, or texts.
         steps: The number of tokens to generate.
         cached: ``"yes"`` or ``"no"``.
-        mask: For the tokens, 0 where there is none; None where there is nothing to mask.
+        mask: For the tokens, 0 where there is none; None where there is nothing to mask, or the model is to find out.
+        bos: ``"yes"``: the prompts begin as the model's own ``to_tokens`` makes them begin.
 
     Returns:
         All tokens, and the forwards.
@@ -50,7 +72,7 @@ def generate(
         "use_past_kv_cache": cached == "yes",
         "do_sample": False,
         "stop_at_eos": False,
-        "prepend_bos": False,
+        **({"prepend_bos": False} if bos == "no" else {}),
         "return_type": "tokens",
         "verbose": False,
         **({} if mask is None else {"attention_mask": mask}),

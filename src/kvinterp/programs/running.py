@@ -430,7 +430,8 @@ class Run(Columns):
         if not off <= self.subject.limit:
             raise PlainError(f"without a cache the same columns are off by {off:.2g} of the largest logit")
         if self.without is not None and not (off := self.without()) <= self.subject.limit:
-            raise PlainError(f"generate(use_cache=False) is off by {off:.2g} of the largest logit")
+            option = "use_cache" if self.subject.native else "use_past_kv_cache"
+            raise PlainError(f"generate({option}=False) is off by {off:.2g} of the largest logit")
 
     def took(self, ids: Tensor, mask: Tensor, cache: Any) -> None:
         """The cache holds these columns now."""

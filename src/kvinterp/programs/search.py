@@ -79,6 +79,9 @@ WAYS = 1 / 3
 UNMET = 3
 """Columns of a text that hardly any other begins with."""
 
+OF_TRANSFORMER_LENS = ("rows(0+4+1)+generate(9,3,texts)", "rows(0+4+1)+generate(9,3,padded)")
+"""And of its models: a batch of unequal prompts as its own ``generate()`` is given them."""
+
 
 def base_of(use: str) -> str:
     """A use, whether rows were padded or not."""
@@ -249,7 +252,8 @@ def search(
     known: set[str] = set()
     right: Program | None = None
     kept = False
-    first = [program_named(text) for text in FIRST if beyond == "no"]
+    tried_first = (*FIRST, *(OF_TRANSFORMER_LENS if subject.generates and not subject.native else ()))
+    first = [program_named(text) for text in tried_first if beyond == "no"]
     first = [program for program in first if subject.offers(program.rows)]
     queue = itertools.chain(given, first, (drawn(draw, subject, beyond) for _ in itertools.count()))
     for program in queue:

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import inspect
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from kvinterp.common.checks import check_known
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.models.transformer_lens_api import generate
+from kvinterp.models.transformer_lens_api import generate, unequal
 from kvinterp.models.transformers_api import can_generate
 from kvinterp.programs.lines import BEAMS, GENERATED, SEEN, arguments
 from kvinterp.programs.program import MASKS, Operation, Runs
@@ -39,7 +39,9 @@ APART = {
     "sampled": "sampling",
     "sampled_assistant": "sampled assisted decoding",
 }
-HOW = (*ON_THE_CACHE, *APART)
+UNEQUAL = {"texts": "generate() of texts", "padded": "generate() of padded tokens without a mask"}
+"""How users of TransformerLens give prompts of several lengths to its ``generate()``, which finds the pads or does not."""
+HOW = (*ON_THE_CACHE, *APART, *UNEQUAL)
 CHUNK, DRAFTS, WEAKER = 2, 3, 0.2
 """Tokens of a chunk; drafts that are looked up; how far an assistant's head is from the model's."""
 ASSISTANT = (
@@ -63,8 +65,9 @@ class Generate(Operation):
         count: Tokens that are generated.
         how: One of :data:`HOW`: on the program's cache, given the whole text, the new tokens alone, or prefilled in chunks; or
             with the whole text on a cache of its own: beams, an assistant model, drafts looked up in the prompt,
-            a static cache, none; from the embeddings of the whole text, or those beside other ids, which are not to be read; or
-            with tokens that are sampled, two texts of each row, or of drafts.
+            a static cache, none; from the embeddings of the whole text, or those beside other ids, which are not to be read; with
+            tokens that are sampled, two texts of each row, or of drafts; or of TransformerLens's own models unequal prompts as texts,
+            or padded and without a mask.
         drafts: How many are looked up at a time.
     """
 
@@ -100,7 +103,12 @@ class Generate(Operation):
         if run.ids.shape[1] + width + self.count + ROOM > run.room:
             return False
         if not subject.native:
-            return self.how == "whole" and not run.filled
+            takes = inspect.signature(run.model.generate).parameters
+            whole = self.how == "whole" and ("attention_mask" in takes or not any(run.program.rows.pads))
+            texts = self.how == "texts" and getattr(run.model, "tokenizer", None) is not None
+            return (whole or texts or self.how == "padded") and not run.filled
+        if self.how in UNEQUAL:
+            return False
         if self.how == "static":
             return subject.adapter.takes_static
         if self.how in EMBEDDED or rows.fed == "embeds":
@@ -140,13 +148,18 @@ class Generate(Operation):
 
     def judged(self, run: Run) -> None:
         """Generates, and judges the logits of every new token."""
-        name = APART.get(self.how, "generate()")
+        name = (APART | UNEQUAL).get(self.how, "generate()")
         if self.how in ON_THE_CACHE and super().offered(run):
             name = f"generate() on a filled cache, {ON_THE_CACHE[self.how]}"
         elif self.how in ON_THE_CACHE and self.how != "whole":
             name = f"generate(), {ON_THE_CACHE[self.how]}"
         back = run.aside()
         ids, mask = run.columns(max(self.width, max(run.pads, default=0) + 1))
+        texts: list[str] | None = None
+        if self.how in UNEQUAL:
+            texts, run.texts, pad = unequal(run.model, run.texts, self.how)
+            ids, mask = padded_left(run.texts, pad)
+            ids, mask = run.subject.tensor(ids), run.subject.tensor(mask)
         full, prompt = torch.cat([run.mask, mask], 1), torch.cat([run.ids, ids], 1)
         padded = bool((full == 0).any())
         name = f"{name}, {run.program.rows.ways}".removesuffix(", ")
@@ -157,14 +170,15 @@ class Generate(Operation):
         needed = padded or run.program.rows.told != "needed" or self.how == "new" or run.lines.named
         told = full if needed and "attention_mask" in run.subject.takes else None
         lengths = [len(text) for text in run.texts]
-        run.pending, run.without = (ids, mask), lambda: self._uncached(run, prompt, told, lengths)
+        given: Any = prompt if texts is None else texts
+        run.pending, run.without = (ids, mask), lambda: self._uncached(run, given, told, lengths)
         if run.subject.native and self.how in ON_THE_CACHE:
             self._on_the_cache(run, ids, mask, ids if self.how == "new" else prompt, told)
             return
         if run.subject.native:
             self._apart(run, ids, mask, prompt, told)
         else:
-            self._by_transformer_lens(run, ids, mask, told if padded else None)
+            self._by_transformer_lens(run, ids, mask, told if padded else None, given)
         back()
 
     @staticmethod
@@ -224,14 +238,18 @@ class Generate(Operation):
         run.goes_on_as([row for row in range(len(run.texts)) for _ in range(each)])
         self._took(run, ids.repeat_interleave(each, 0), mask.repeat_interleave(each, 0), new, logits)
 
-    def _by_transformer_lens(self, run: Run, ids: Tensor, mask: Tensor, told: Tensor | None) -> None:
+    def _by_transformer_lens(self, run: Run, ids: Tensor, mask: Tensor, told: Tensor | None, given: Any) -> None:
         """TransformerLens's own loop, on a cache of its own."""
-        self._write_transformer_lens(run, ids, told)
-        made, forwards = generate(run.model, ids, self.count, "yes", told)
+        self._write_transformer_lens(run, given, told)
+        made, forwards = self._looped(run, given, self.count, "yes", told)
         logits = torch.stack([forward.logits for forward in forwards], 1)
         self._took(run, ids, mask, made[:, ids.shape[1] :], logits)
 
-    def _uncached(self, run: Run, prompt: Tensor, told: Tensor | None, lengths: list[int]) -> float:
+    def _looped(self, run: Run, given: Any, count: int, cached: str, told: Tensor | None) -> Any:
+        found = self.how in UNEQUAL
+        return generate(run.model, given, count, cached, None if found else told, "yes" if found else "no")
+
+    def _uncached(self, run: Run, prompt: Any, told: Tensor | None, lengths: list[int]) -> float:
         """How far the first logits of ``generate(use_cache=False)`` are from the plain forward."""
         subject = run.subject
         if subject.native:
@@ -239,7 +257,7 @@ class Generate(Operation):
                 given = self._embedded(run, prompt)
                 logits = subject.generate(prompt, self.count, told, use_cache=False, **given).logits[0]
         else:
-            logits = generate(run.model, prompt, 1, "no", told)[1][0].logits
+            logits = self._looped(run, prompt, 1, "no", told)[1][0].logits
         if self.how == "beside":
             # Where the other ids are what is read, the embeddings are not, and no cache is asked about.
             full = torch.ones_like(prompt) if told is None else told
@@ -308,11 +326,11 @@ class Generate(Operation):
             int(several.get("num_return_sequences", 1)),
         )
 
-    def _write_transformer_lens(self, run: Run, ids: Tensor, told: Tensor | None) -> None:
-        mask = {} if told is None else {"attention_mask": told}
+    def _write_transformer_lens(self, run: Run, given: Any, told: Tensor | None) -> None:
+        mask = {} if told is None or self.how in UNEQUAL else {"attention_mask": told}
         most = {"max_new_tokens": str(self.count), "do_sample": "False", "stop_at_eos": "False"}
         most |= {"return_type": "'tokens'", "verbose": "False"}
-        prompt = f"torch.tensor({ids.tolist()})"
+        prompt = f"torch.tensor({given.tolist()})" if isinstance(given, Tensor) else repr(given)
         run.lines.append("seen, own = [], model.forward")
         run.lines.append("model.forward = lambda *ids, **told: seen.append(own(*ids, **told)) or seen[-1]")
         uncached, cached = (
@@ -320,3 +338,10 @@ class Generate(Operation):
             for kept in ("False", "True")
         )
         run.lines.judged(SEEN, prompt, uncached, cached)
+
+
+def padded_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Rows of several lengths with pads in front, and their mask."""
+    most = max(map(len, rows))
+    ids = [[pad] * (most - len(row)) + [*row] for row in rows]
+    return ids, [[0] * (most - len(row)) + [1] * len(row) for row in rows]
