@@ -196,6 +196,11 @@ class Adapter(Attaching):
         return True
 
     @property
+    def loops(self) -> bool:
+        """Whether its config says that blocks run several times in a forward."""
+        return False
+
+    @property
     def takes_mask(self) -> bool:
         """Whether the model's forward accepts a mask of the positions that hold no token."""
         return False

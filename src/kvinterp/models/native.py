@@ -36,10 +36,10 @@ from kvinterp.models.transformers_cache import (
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Finds the list of blocks of a transformers decoder.
+    """Finds the list of blocks of a transformers decoder; of one that runs its blocks several times, each block once.
 
     Raises:
-        UnsupportedError: No list has as many blocks as the config says.
+        UnsupportedError: No list has as many blocks as the config says, and none has fewer.
     """
     count = text_config(model).num_hidden_layers
     # A multimodal model also has an encoder, which may have as many blocks.
@@ -48,15 +48,29 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     for module in (module for part in parts for module in part.modules()):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
+    # A config of a looped decoder counts runs of a block, each of which has a slot of the cache.
+    if looped := _stacks(parts[0], count):
+        return looped
     raise UnsupportedError(
         f"{type(model).__name__} has no list of {count} blocks, as its config says: "
         "kvinterp needs a decoder of transformers blocks."
     )
 
 
+def _stacks(decoder: nn.Module, count: int) -> nn.ModuleList | None:
+    """The blocks of all stacks of a decoder, in order: of lists that stand in no other one, and hold what the longest holds."""
+    lists = [
+        (name, module) for name, module in decoder.named_modules() if isinstance(module, nn.ModuleList) and len(module)
+    ]
+    outer = [module for name, module in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
+    longest = max(outer, key=len, default=nn.ModuleList())
+    blocks = [block for stack in outer if type(stack[0]) is type(longest[0]) for block in stack]
+    return nn.ModuleList(blocks) if 0 < len(blocks) < count else None
+
+
 def transformers_facts(model: nn.Module, name: str | None, attention: str | None = None) -> ModelInfo:
     """Reads the facts of a transformers model from its config."""
-    config = text_config(model)
+    config, layers = text_config(model), len(decoder_layers(model))
     heads = _widest(config, "num_attention_heads") or 0
     keys = _widest(config, "num_key_value_heads") or heads
     # Falcon's newer architecture reads neither field, and caches keys and values repeated for every query head.
@@ -65,14 +79,14 @@ def transformers_facts(model: nn.Module, name: str | None, attention: str | None
     return ModelInfo(
         name=name or getattr(config, "name_or_path", "") or type(model).__name__,
         architecture=type(model).__name__,
-        layers=config.num_hidden_layers,
+        layers=layers,
         query_heads=heads,
         kv_heads=heads if repeats else 1 if shared else keys,
         head_dim=_widest(config, "head_dim") or (config.hidden_size // heads if heads else 0),
         width=config.hidden_size,
         vocabulary=config.vocab_size,
         context=getattr(config, "max_position_embeddings", None) or 2**31,
-        windows=layer_windows(config),
+        windows=layer_windows(config)[:layers],
         cached_keys_rotated=True,
         attention=attention or getattr(config, "_attn_implementation", None) or "eager",
     )
@@ -178,7 +192,8 @@ def keeps_only_keys_and_values(model: nn.Module) -> bool:
     if getattr(config, "kv_lora_rank", None):
         return False  # Multi-head latent attention caches the latents, not keys and values.
     cache = DynamicCache(config=config)
-    return is_attention_only(cache) and len(cache.layers) in (0, config.num_hidden_layers)
+    # A looped decoder has a slot of the cache for each run of a block.
+    return is_attention_only(cache) and len(cache.layers) in (0, len(decoder_layers(model)))
 
 
 class NativeAdapter(OnTransformersCache):
@@ -216,9 +231,14 @@ class NativeAdapter(OnTransformersCache):
     def attention_only(self) -> bool:
         """Whether every layer keeps plain keys and values."""
         if self._attention_only is None:
-            cached = self.memory.name is not None and not self.memory.own_form
+            cached = self.memory.name is not None and not self.memory.own_form and not self.memory.grows
             self._attention_only = cached and keeps_only_keys_and_values(self.model)
         return self._attention_only
+
+    @property
+    def loops(self) -> bool:
+        """Whether its config counts more layers than there are blocks, and these run several times, each with a slot of its own."""
+        return self.config.num_hidden_layers > self.facts.layers and self.memory.runs > 1
 
     @property
     def takes_mask(self) -> bool:
@@ -272,7 +292,7 @@ class NativeAdapter(OnTransformersCache):
         if not isinstance(kind, Dynamic):
             return TransformersCache(kind.make(self.config, capacity))
         cache_class = self.memory.cache_class
-        takes_config = "config" in inspect.signature(cache_class).parameters
+        takes_config = "config" in inspect.signature(cache_class).parameters and not self.memory.grows
         return TransformersCache(cache_class(config=self.config) if takes_config else cache_class())
 
     @torch.no_grad()

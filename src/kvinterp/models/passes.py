@@ -2,8 +2,9 @@
 
 ``model(...)``, ``model.forward(...)``, ``generate``, ``run_with_hooks``, a decoder without its head and a block alone all run
 blocks, and not all of them go through the model's own call. So a pass begins at the first block that runs and ends when the
-last block returns. A pass that stops early (``stop_at_layer``) ends where the model returns, or at the latest where the next
-pass begins. An error or an interruption within a block cuts a pass off.
+last block returns; where blocks run several times in a forward, when the model returns. A pass that stops early
+(``stop_at_layer``) ends where the model returns, or at the latest where the next pass begins. An error or an interruption within
+a block cuts a pass off.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class Passes:
         self._last = adapter.facts.layers - 1
         self._warned = False
         self.rows, self._took, self._told = CachedRows(adapter), 0, False
+        self._open = self._looping = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -121,13 +123,15 @@ class Passes:
         )
 
     def _enter_block(self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._inside is not None or (self._ran and layer <= self._ran[-1]):
+        if self._inside is not None or (self._ran and layer <= self._ran[-1] and not self._loops):
             self._check_alone()
             self._end_pass()
         cache = self.adapter.block_cache(args, kwargs)
         cached = self.adapter.cached_length(cache) if self._ran is None or self._embedded else 0
         if self._ran is None or self._embedded:
-            self.rows.begins(cache, _width(args, kwargs), cached)
+            # A block that runs again within one call of the model reads what this call kept.
+            self.rows.begins(None if self._looping else cache, _width(args, kwargs), cached)
+            self._looping = self._open
         if self._ran is None:
             self._begin_pass(args, kwargs, cached)
         elif self._embedded and cached != self._cached:
@@ -145,6 +149,11 @@ class Passes:
         listening.callback(undo or (lambda: None))
         listening.enter_context(self.rows.listening(layer))
         self._undo = listening.close
+
+    @property
+    def _loops(self) -> bool:
+        """Whether blocks run several times in the call of the model that is under way, which then ends the pass."""
+        return self._open and self.adapter.loops
 
     def _begin_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], cached: int) -> None:
         self._ran = []
@@ -188,11 +197,12 @@ class Passes:
             self._ran.append(layer)
             if layer == self._ran[0]:
                 self._took = self.adapter.cached_length(self.adapter.block_cache(args, kwargs))
-            if layer == self._last:
+            if layer == self._last and not self._loops:
                 self._end_pass()
 
     def _enter_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._before = self.count, sys.exc_info()[1]
+        self._open, self._looping = True, False
         # Once, and on an empty cache alone: behind one an end token that is the pad token stands for no padding.
         if not self._warned and self.adapter.cached_length(self.adapter.call_cache(args, kwargs)) == 0:
             why = pads_without_mask(self.adapter, args, kwargs)
@@ -205,7 +215,7 @@ class Passes:
             self._cached = self.adapter.cached_length(self.adapter.call_cache(args, kwargs))
 
     def _leave_model(self, *_: Any) -> None:
-        self._cached = 0
+        self._cached, self._open, self._looping = 0, False, False
         (count, handled), error = self._before, sys.exc_info()[1]
         if error is None or error is handled:
             self._end_pass()

@@ -53,12 +53,16 @@ class Memory(NamedTuple):
         cache_class: The class of the cache that the forward makes where it receives none.
         own_form: Whether that cache has no layer of keys and values, as Mamba's and RWKV's.
         crash: What the forward raised when it was asked for its cache; empty where it answered.
+        grows: Whether it uses more layers of a cache than its config names, as where blocks run several times in a forward.
+        runs: How often its first block runs in a forward.
     """
 
     name: str | None = None
     cache_class: type = DynamicCache
     own_form: bool = False
     crash: str = ""
+    grows: bool = False
+    runs: int = 1
 
 
 def returned_cache(output: Any, arguments: Collection[str]) -> tuple[str, Any]:
@@ -296,11 +300,15 @@ class OnTransformersCache(Adapter):
                 return None
 
         with self.own_state([]), hooks_suspended(self.model):
-            name, cache = returned_cache(run(), arguments)
+            block, runs = next(iter(self.blocks)), list[int]()
+            with block.register_forward_hook(lambda *_: runs.append(1)):
+                name, cache = returned_cache(run(), arguments)
             crash = raised[0] if raised else ""
             if name in arguments:
                 layers = getattr(cache, "layers", ())
-                return Memory(name, type(cache), not any(isinstance(layer, CacheLayerMixin) for layer in layers))
+                own_form = not any(isinstance(layer, CacheLayerMixin) for layer in layers)
+                grows = type(cache) is DynamicCache and 0 < len(DynamicCache(config=self.config).layers) < len(layers)
+                return Memory(name, type(cache), own_form, grows=grows, runs=len(runs))
             # The output may use another name than the argument, or hold a cache only where one was passed in.
             for argument in dict.fromkeys((*filter(None, [name]), *arguments, *TAKEN_AS)):
                 passed = DynamicCache(config=self.config) if cache is None else cache
@@ -324,8 +332,8 @@ class OnTransformersCache(Adapter):
         return self._configs[1]
 
     def new_cache(self) -> Any:
-        """Makes a DynamicCache with the layers that the config says."""
-        return DynamicCache(config=self.config)
+        """Makes a DynamicCache with the layers that the config says, or one that grows where the model uses more."""
+        return DynamicCache() if self.memory.grows else DynamicCache(config=self.config)
 
     def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Finds the transformers cache among a block's arguments, which every architecture names in its own way."""

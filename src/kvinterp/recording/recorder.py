@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.common.checks import check_instance, check_whole, whole_number
-from kvinterp.errors import InputError, shown, unexpected
+from kvinterp.errors import InputError, UnsupportedError, shown, unexpected
 from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
 from kvinterp.models.caches import Place
@@ -65,6 +65,11 @@ class Recorder(SiteHook):
             positions = "newest"
         if positions not in ("newest", "all"):
             raise unexpected("positions", positions, "'newest' or 'all', of which you then take the positions you want")
+        if positions == "all" and adapter.loops:
+            raise UnsupportedError(
+                f"positions='all' was given, and blocks of {adapter.facts.name} run several times in a forward, so that a site "
+                "has several tensors: leave it out to record the newest position of the last run."
+            )
         self.adapter, self.positions = adapter, positions
         self.sites, places = places_of(adapter, sites, layers)
         self.derived = tuple(filter(adapter.derives, self.sites))

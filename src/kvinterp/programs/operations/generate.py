@@ -158,8 +158,7 @@ class Generate(Operation):
         texts: list[str] | None = None
         if self.how in UNEQUAL:
             texts, run.texts, pad = unequal(run.model, run.texts, self.how)
-            ids, mask = padded_left(run.texts, pad)
-            ids, mask = run.subject.tensor(ids), run.subject.tensor(mask)
+            ids, mask = map(run.subject.tensor, padded_left(run.texts, pad))
         full, prompt = torch.cat([run.mask, mask], 1), torch.cat([run.ids, ids], 1)
         padded = bool((full == 0).any())
         name = f"{name}, {run.program.rows.ways}".removesuffix(", ")
