@@ -237,7 +237,7 @@ class NativeAdapter(OnTransformersCache):
 
     @property
     def loops(self) -> bool:
-        """Whether its config counts more layers than there are blocks, and these run several times, each with a slot of its own."""
+        """Whether its config counts more layers than there are blocks, since these run several times in a forward."""
         return self.config.num_hidden_layers > self.facts.layers and self.memory.runs > 1
 
     @property
