@@ -424,7 +424,9 @@ class ModelSubject(Subject):
         fed = ["embeds"] if "inputs_embeds" in takes and runs(fed="embeds") is not None else []
         if "token_type_ids" in takes and (whole := runs(fed="types")) is not None:
             with self.running(), self.called_as(dataclasses.replace(known, fed="types")):
-                fed += ["types"] if apart(self.plain(ids[:, :-1])[0], whole[:-1]) <= self.limit else []
+                # Of a prefix that is read in both directions types are no function of what came before.
+                begins = (apart(self.plain(ids[:, :end])[0], whole[:end]) for end in range(1, len(whole)))
+                fed += ["types"] if all(off <= self.limit for off in begins) else []
         asks = [name for name in ("hidden", "attentions") if runs(asks=name) is not None]
         asks += ["last", "some"] if "logits_to_keep" in takes else []
         own = getattr(self.adapter.config, "_attn_implementation", None)

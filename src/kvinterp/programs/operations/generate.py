@@ -66,8 +66,8 @@ class Generate(Operation):
         how: One of :data:`HOW`: on the program's cache, given the whole text, the new tokens alone, or prefilled in chunks; or
             with the whole text on a cache of its own: beams, an assistant model, drafts looked up in the prompt,
             a static cache, none; from the embeddings of the whole text, or those beside other ids, which are not to be read; with
-            tokens that are sampled, two texts of each row, or of drafts; or of TransformerLens's own models unequal prompts as texts,
-            or padded and without a mask.
+            tokens that are sampled, two texts of each row, or of drafts; or of TransformerLens's own models unequal prompts as
+            texts, or padded and without a mask.
         drafts: How many are looked up at a time.
     """
 
