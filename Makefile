@@ -109,7 +109,7 @@ figures: real
 	$(BIN)/kvinterp compare real:smollm2-135m --prompts natural:8 --dtype bfloat16 --max-new-tokens 32 --out $(MADE)/page --overwrite
 	$(BIN)/python tools/picture.py $(MADE)/page/report.html figures/page.png --height 1650
 	$(BIN)/kvinterp attention zoo:mistral-mini --kind hooked --step 8 --most 2 --out $(MADE)/attention --overwrite
-	$(BIN)/python tools/picture.py $(MADE)/attention/attention.html figures/attention.png --width 1300 --height 1190
+	$(BIN)/python tools/picture.py $(MADE)/attention/attention.html figures/attention.png --width 1300 --height 1430
 	$(call STUDY,root-cause zoo:llama-mini zoo:gqa2-mini zoo:mistral-mini zoo:mqa-mini zoo:gemma2-mini --prompts arithmetic:10 --ladder-prompts 4 --ladder-steps 12,cause)
 	$(call STUDY,equivalent-noise zoo:llama64-mini,noise)
 	$(call STUDY,kv-error zoo:llama64-mini,kv-error)

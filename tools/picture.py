@@ -28,6 +28,9 @@ def main() -> None:
         size = {"width": given.width, "height": given.height}
         page = browser.new_context(color_scheme=given.scheme, viewport=size).new_page()  # type: ignore[arg-type]
         page.goto(given.page.resolve().as_uri())
+        # A page of attention says when all its figures are drawn.
+        if page.query_selector("#patterns"):
+            page.wait_for_selector("body[data-drawn]", state="attached")
         page.screenshot(path=given.picture)
         browser.close()
 

@@ -176,7 +176,7 @@ def in_words(row: Finding) -> dict[str, str]:
         "of": place(row),
         "estimate": f"{written(row['estimate'])} {measure}".rstrip(),
         "interval": ends_said(row["low"], row["high"], "{}", written),
-        "n": f"{row['n']:,g} {unit}" if row["n"] else "",
+        "n": f"{row['n']:,.12g} {unit}" if row["n"] else "",
         "null": "" if pd.isna(row["null"]) else f"null {written(row['null'])}",
         "test": test,
     }
