@@ -27,6 +27,7 @@ from kvinterp.auditing.uses import (
     PROGRAMS,
     SECONDS,
     check_functions,
+    counted_in,
     edges_of,
     programs_named,
     right_in_float64,
@@ -274,6 +275,8 @@ def _audit_functions(subject: Subject, arguments: Mapping[str, Any], *read: str)
         tell,
     )
     notes += subject.notes
+    if any(check.status == WRONG for check in checks) and (found := counted_in(subject)) is not None:
+        notes.append(f"its cache drops rows, and {found.said}")
     if {check.name for check in checks if check.status == WRONG} & TWO_CACHES and subject.requests == "any":
         notes.append("code that holds its cache itself may promise one request at a time: then say requests='one'")
     about = {**machine(subject.device), "model": subject.name, "kind": "functions"}

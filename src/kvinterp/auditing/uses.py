@@ -19,6 +19,7 @@ from kvinterp.common import spec
 from kvinterp.errors import UnsupportedError, out_of_memory, reason
 from kvinterp.models import Adapter
 from kvinterp.models.door import quiet_transformers
+from kvinterp.models.positions import Counted, counted_by
 from kvinterp.programs.crashes import CRASHES, OURS, whose
 from kvinterp.programs.names import call_named, program_named
 from kvinterp.programs.pasted import pasted
@@ -37,6 +38,8 @@ SWITCHING = ("dynamic", "longrope", "yarn")
 POSITIONS, PRODUCTS = 4096, {"cpu": 2e10, "cuda": 5e13}
 """Positions of one program at the most, and products of a forward, a few seconds' worth; ``reach`` goes to any."""
 FILL = 512
+FAR = 98
+"""Tokens behind which a step is asked where it puts the next one: more than a compressed cache as a rule keeps."""
 REACH = "--reach"
 FEWER_BITS = "a tensor is cast to 16 bits in this use that the plain forward keeps wider"
 
@@ -129,6 +132,16 @@ def check_functions(
         if word == REFUSED and use in found.tried
     ]
     return found, [*_checks(subject, found, asked=names), *full, *refused]
+
+
+def counted_in(subject: Subject) -> Counted | None:
+    """Where anybody's own step puts a token behind rows that its cache dropped; None where it keeps all, or cannot be asked."""
+    text = [subject.tokens[n % len(subject.tokens)] for n in range(min(FAR, subject.room - 1))]
+    with contextlib.suppress(Exception), subject.running():
+        # Its id is none of the numbers that a position may be.
+        text[-1] = next((token for token in subject.tokens if token >= len(text)), text[-1])
+        return counted_by(lambda ids, cache: subject.feed(ids, cache), subject.tensor([text]))
+    return None
 
 
 def _subject(adapter: Adapter) -> tuple[ModelSubject, str]:

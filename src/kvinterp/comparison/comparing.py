@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +25,12 @@ from kvinterp.data import Prompt
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located, shown
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.attaching import Site
+from kvinterp.models.caches import MadeBy, Named
 from kvinterp.models.hook_names import Names, names_of, places_of, sites_of
 from kvinterp.models.inputs import checked_continuation, chosen_layers, encode, listed
+from kvinterp.models.positions import counted
 from kvinterp.models.provenance import provenance
-from kvinterp.models.sites import LAYOUTS, ROUTING_SITES, ROWS
+from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROUTING_SITES, ROWS
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.batches import in_batches
@@ -175,13 +179,14 @@ def compare_each(
     named_prompts = [item if isinstance(item, Prompt) else Prompt(str(number), item if isinstance(item, str) else "")
                      for number, item in zip(numbers, items, strict=True)]  # fmt: skip
     with located(f"model {adapter.facts.name}, {paths[0]} against {paths[1]}"), own_threads(adapter):
-        sites, places = places_of(adapter, _sites_to_compare(adapter, record, layers), layers)
+        compressed = _compressed(adapter, paths, tokens[0], max_new_tokens) if tokens else {}
+        sites, places = places_of(adapter, _sites_to_compare(adapter, record, layers, compressed), layers)
         layers = sorted({layer for _, layer in places}) if places else chosen_layers(adapter, layers)
         if sites and lanes != (Runner, Runner):
             raise InputError(f"lanes of their own were given, which show no site, with record={record!r}: pass record=''.")
         pair = _Pair(
             adapter, paths, protocol, strategy_named(strategy), seed, max_new_tokens, forced, stop, places, layers,
-            cache_errors, lanes,
+            cache_errors, lanes, compressed,
         )  # fmt: skip
         with counting(len(tokens), "comparing", "prompt", progress) as bar:
 
@@ -223,6 +228,7 @@ class _Pair:
     layers: Sequence[int]
     cache_errors: str
     lanes: tuple[Callable[..., Any], Callable[..., Any]]
+    compressed: dict[str, str] = dataclasses.field(default_factory=dict)
     prompt_differs: PromptDifference | None = None
 
     def __post_init__(self) -> None:
@@ -336,6 +342,8 @@ class _Pair:
         """The provenance of one batch: the pair's, with its caches and what the programs counted while they ran."""
         sides = dict(zip("ab", zip(self.paths, runners, strict=True), strict=True))
         about = {**self.provenance, "caches": {side: runner.cache for side, (_, runner) in sides.items()}}
+        if self.compressed:
+            about["compressed"] = self.compressed
         if self.prompt_differs is not None:
             about["prompt_differs"] = dataclasses.asdict(self.prompt_differs) | {"said": self.prompt_differs.said}
         witnesses = {
@@ -382,9 +390,30 @@ class _NewestRows(SiteHook):
         self.tensors[site, layer] = tensor
 
 
-def _sites_to_compare(adapter: Adapter, record: Names | None, layers: Iterable[int] | int | None) -> tuple[str, ...]:
+def _compressed(adapter: Adapter, paths: Sequence[ExecutionPath], prompt: Sequence[int], steps: int) -> dict[str, str]:
+    """What is said of each side whose cache is its user's own and drops rows: whether positions are counted from those left."""
+    said = dict[str, str]()
+    for side, path in zip("ab", paths, strict=True):
+        if path.form != "cached" or not isinstance(path.cache, MadeBy | Named) or not adapter.plain:
+            continue
+        target = adapter.at(dtype_named(path.dtype))
+        length = min(len(prompt) + steps, target.facts.context)
+        tokens = torch.tensor([[*itertools.islice(itertools.cycle(prompt), length)]], device=target.device)
+        make: Any = functools.partial(path.cache.make, target.config, length)
+        if (found := counted(target, make, tokens)) is not None:
+            said[side] = found.said
+    return said
+
+
+def _sites_to_compare(
+    adapter: Adapter, record: Names | None, layers: Iterable[int] | int | None, compressed: Mapping[str, str]
+) -> tuple[str, ...]:
     if record is None:
         names, left_out = recordable(adapter, None, chosen_layers(adapter, layers))
+        if compressed:
+            # It does not say which rows are left, so that they cannot be lined up.
+            log.info("kv and pattern are not compared: a cache drops rows and does not say which")
+            names = tuple(name for name in names if name not in (*CACHE_SITES, "pattern"))
         for site, reason in left_out.items():
             log.info("%s is not compared: %s", site, reason)
         return names

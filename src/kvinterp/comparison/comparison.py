@@ -211,7 +211,7 @@ class Comparison(Result):
             abouts.append(part.provenance)
             prompts += part.prompts
             origins.append(part.origin)
-            first, of_one_part = abouts[0], ("caches", "witness", "prompt_differs", "null")
+            first, of_one_part = abouts[0], ("caches", "witness", "prompt_differs", "null", "compressed")
             unlike = sorted(key for key in first if key not in of_one_part and part.provenance.get(key) != first[key])
             if unlike:
                 raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")

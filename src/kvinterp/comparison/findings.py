@@ -248,7 +248,8 @@ def where(comparison: Comparison) -> list[str]:
     machine = f"; {machine_of(about)}" if "device" in about else ""
     head = f"{against(about)} on {about['model']} ({setting}{machine}): {' '.join(sentences)}"
     hint = [OWN_GENERATE] if about["kind"] in ("hooked", "bridge") else []
-    return [in_one_line(head), *lines_of(findings_of(rows_of_comparison(comparison))), *hint]
+    dropped = [f"{about['paths'][side]} drops rows, and {said}." for side, said in about.get("compressed", {}).items()]
+    return [in_one_line(head), *dropped, *lines_of(findings_of(rows_of_comparison(comparison))), *hint]
 
 
 # Charts ----------------------------------------------------------------------------------------------------------------
