@@ -164,3 +164,19 @@ def test_a_fault_that_needs_an_earlier_request_prints_that_request_too():
         exec(check.lines, {"full": full, "step": made("")})
     assert float(said.getvalue()) < 1e-12
     assert kv.audit(full=full, step=made("")).exit_code == 0
+
+
+def test_a_forward_without_a_cache_that_is_wrong_has_lines_too():
+    """The reference was off and the cache was not: a sentence said so, and no line showed it."""
+
+    class Uncached(LlamaForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None, **more):
+            if use_cache is False and attention_mask is not None:
+                attention_mask = torch.ones_like(attention_mask)
+            return super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache, **more)
+
+    subject = made(0, Uncached)
+    run = Run(subject, program_named("rows(0+4)+feed(9)+feed(2,1)"))
+    run.word, run.why = run.run()
+    assert run.why.startswith("without a cache row 1 is off by")
+    assert printed(pasted(run), subject.given.model) == f"{run.wrong.error:.3g}"

@@ -28,6 +28,9 @@ PIECES = 8
 RIGHT, WRONG, PLAIN, REFUSED = "right", "wrong", "off without a cache too", "refused"
 
 
+UNCACHED = "without a cache row {row} is off by {error:.3g} of its largest logit, and with one it is right"
+
+
 class WrongError(Exception):
     """The cached path is wrong, and the plain forward over the same columns is right."""
 
@@ -60,6 +63,7 @@ class Wrong:
         got: They, as an expression of the program's lines of Python.
         text: The row's own tokens up to theirs, ``[1, position]``, as such an expression.
         finite: ``"no"`` where not all that are right are finite, as where a model masks words.
+        sentence: What is said of it.
     """
 
     row: int
@@ -67,9 +71,10 @@ class Wrong:
     got: str
     text: str
     finite: str = "yes"
+    sentence: str = "row {row} is off by {error:.3g} of its largest logit"
 
     def __str__(self) -> str:
-        return f"row {self.row} is off by {self.error:.3g} of its largest logit"
+        return self.sentence.format(row=self.row, error=self.error)
 
 
 class Columns:
@@ -134,6 +139,7 @@ class Run(Columns):
         uses: The uses of a cache that were tried.
         worst: The largest error of a row.
         wrong: Where the logits are wrong.
+        off: Where the plain forward over its columns is furthest off.
         shape: Rows and columns of logits that are others than were fed.
         raised: The error that a crash raised, and what it said.
         word, why: What it came to.
@@ -153,6 +159,7 @@ class Run(Columns):
         self.worst, self.ran = 0.0, 0
         self.raised = self.word = self.why = self.origin = ""
         self.wrong: Wrong | None = None
+        self.off: Wrong | None = None
         self.shape: tuple[int, ...] = ()
         self.lines, self.held = Lines(), contextlib.ExitStack()
         self.pending: tuple[Tensor, Tensor] | None = None
@@ -208,8 +215,12 @@ class Run(Columns):
         self.without = None
         try:
             self._excuse(self.ids[:, :0], self.mask[:, :0])
-        except PlainError as error:
-            return WRONG, f"{error}, and with a cache they are right"
+        except PlainError:
+            told = self.told(self.mask, self.mask.shape[1])
+            plain = self.subject.plain_line(self.lines.columns(self.ids, self.ids[:, :0]), **told)
+            self.lines.append(f"logits = {plain}")
+            self.lines.control, self.wrong = "", self.off
+            return WRONG, f"{self.wrong}"
         return RIGHT, ""
 
     def _makes_cache(self) -> None:
@@ -425,8 +436,14 @@ class Run(Columns):
         out = self.subject.plain_as_called(fed, **told)
         off = 0.0
         for row, text in enumerate(self.texts):
-            got = out[row][full[row].bool()]
-            off = max(off, apart(got, self.right(got, text, 0, len(got))) if len(got) else 0.0)
+            real = full[row].nonzero().flatten().tolist()
+            got = out[row][real]
+            if not real or (error := apart(got, want := self.right(got, text, 0, len(got)))) <= off:
+                continue
+            off, each = error, [apart(a, b) for a, b in zip(got, want, strict=True)]
+            at = each.index(max(each))
+            known = self.lines.text(row, fed, real[: at + 1], (0, 0))
+            self.off = Wrong(row, each[at], FED[0].format(row=row, column=real[at]), known, sentence=UNCACHED)
         if not off <= self.subject.limit:
             raise PlainError(f"without a cache the same columns are off by {off:.2g} of the largest logit")
         if self.without is not None and not (off := self.without()) <= self.subject.limit:

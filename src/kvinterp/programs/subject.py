@@ -478,8 +478,8 @@ class ModelSubject(Subject):
         """What :meth:`_given` gives, and :meth:`_asked` for a width, as lines have it."""
         first = ids if isinstance(ids, str) else f"torch.tensor({ids.tolist()})"
         before = {"token_type_ids": f"{first} % {self._types}"} if self.way.fed == "types" else {}
-        if self.way.fed == "embeds" and width:
-            first = f"inputs_embeds=model.get_input_embeddings()({first})"
+        embeds = self.way.fed == "embeds" and width
+        first = f"inputs_embeds=model.get_input_embeddings()({first})" if embeds else f"input_ids={first}"
         mask = told.get("attention_mask")
         if mask is not None and mask.dim() == 4:
             seen = f"torch.tensor({mask.int().tolist()})"
