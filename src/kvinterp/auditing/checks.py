@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvinterp.auditing.ladder import part_named
+from kvinterp.programs.place import RAISED
 
 NOT_RUN, BEYOND, UNCLEAR = "not run", "wrong beyond what a cache promises", "cannot tell"
 NUMBERS = (
@@ -55,4 +56,6 @@ class Check:
     def failure(self) -> str:
         """What a wrong one showed, and where."""
         where = "" if self.layer is None else f" First apart: {self.tensor} of {part_named(self.layer, self.tensor)}."
+        if self.tensor == RAISED:
+            where = f" It is raised in {self.module}."
         return f"{self.name} is wrong: {self.detail}{where}"

@@ -24,6 +24,9 @@ from kvinterp.programs.subject import ModelSubject, apart
 
 READ = ("K", "V")
 """What is read at all columns so far."""
+KEEPS, STATE, RAISED = "keeps a state", "recurrent state or its update", "error"
+"""What stands for a module that keeps a recurrent state; what is wrong where what such a module makes is, and all that it was given
+is right; and what a crash has for a tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Place:
     Attributes:
         layer: The block; behind the last the number of blocks.
         module: The module's path.
-        tensor: ``Q``, ``K``, ``V``, ``input of`` or ``output of`` the module.
+        tensor: ``Q``, ``K``, ``V``, ``input of`` or ``output of`` the module; :data:`STATE`, or :data:`RAISED`.
         column: The first column of the program at which it parts.
         error: How far, of the tensor's largest number.
     """
@@ -54,11 +57,14 @@ TOKENS = "", "tokens", 0
 
 
 @contextlib.contextmanager
-def heard(model: nn.Module, seen: list[Heard]) -> Iterator[None]:
-    """Appends what every module is given and returns, what the cache returns, and what attention asks; one a forward."""
+def heard(model: nn.Module, seen: list[Heard]) -> Iterator[list[str]]:
+    """Appends what every module is given and returns, what the cache returns, and what attention asks; one a forward.
+
+    Yields the modules that run, the innermost last.
+    """
     from transformers.cache_utils import Cache
 
-    stack, own = list[str](), Cache.update
+    stack, own, own_state = list[str](), Cache.update, Cache.update_recurrent_state
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         stack.append(name)
@@ -93,6 +99,11 @@ def heard(model: nn.Module, seen: list[Heard]) -> Iterator[None]:
             read(what, tensor)
         return made
 
+    def update_state(cache: Any, *given: Any, **more: Any) -> Any:
+        if stack and seen:
+            seen[-1][stack[-1], KEEPS, 0] = torch.zeros(1, 1)
+        return own_state(cache, *given, **more)
+
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
             hooks.enter_context(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
@@ -100,7 +111,9 @@ def heard(model: nn.Module, seen: list[Heard]) -> Iterator[None]:
         hooks.enter_context(Functions(called))
         hooks.callback(setattr, Cache, "update", own)
         Cache.update = update  # type: ignore[method-assign, assignment]
-        yield
+        hooks.callback(setattr, Cache, "update_recurrent_state", own_state)
+        Cache.update_recurrent_state = update_state  # type: ignore[method-assign, assignment]
+        yield stack
 
 
 def placed(subject: ModelSubject, program: Program) -> Place | None:
@@ -128,11 +141,21 @@ def placed(subject: ModelSubject, program: Program) -> Place | None:
     # Their own methods run within.
     vars(run)["judge"], vars(subject)["plain"] = judged, aside
     try:
-        with heard(subject.adapter.source, seen):
+        with heard(subject.adapter.source, seen) as stack:
             stop = run.run()[0]
     finally:
         del vars(subject)["plain"]
-    if stop != WRONG or "stop" not in state:
+    if stop != WRONG:
+        return None
+    if run.raised and stack:
+        return Place(_layer(_blocks(subject), stack[-1]), stack[-1], RAISED, run.ids.shape[1], float("inf"))
+    if run.wrong is not None and run.wrong is run.off:
+        # It is the forward without a cache that is wrong.
+        seen.clear()
+        with subject.running(), heard(subject.adapter.source, seen):
+            subject.plain(run.ids, **run.told(run.mask, run.mask.shape[1]))
+        return _first(subject, seen, run.mask, run.texts)
+    if "stop" not in state:
         return None
     with subject.called_as(program.rows):
         return _first(subject, seen[state["start"] : state["stop"]], state["mask"], state["texts"])
@@ -149,7 +172,7 @@ def _first(subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[l
             layer, read = _layer(blocks, key[0]), key[1] in READ
             entered = entered or layer < len(blocks)
             for row, text in enumerate(texts[: len(tensor)] if key[0] else []):
-                want = whole[row].get(key)
+                want = None if key[1] == KEEPS else whole[row].get(key)
                 # Of what is read all columns so far, or the last in a window; of all else the new ones.
                 if want is None or (not read and (tensor.shape[1], want.shape[1]) != (width, len(text))):
                     continue
@@ -172,6 +195,9 @@ def _first(subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[l
                 if wrong and entered:
                     at = column + width - len(kept) + int(kept.nonzero()[wrong[0]])
                     what = f"{key[1]} {key[0]}" if key[1].endswith("of") else key[1]
+                    # Between what such a module's own parts give and take there is the state alone.
+                    if any(of == KEEPS and key[0].startswith(f"{path}.") for path, of, _ in whole[row]):
+                        what = STATE if key[1] == "input of" else what
                     return Place(layer, key[0], what, at, max(errors))
         column += width
     return None
@@ -187,7 +213,7 @@ def _alone(subject: ModelSubject, text: list[int]) -> Heard:
         seen: list[Heard] = []
         with subject.running(), heard(subject.adapter.source, seen):
             subject.feed(ids, None) if cached else subject.plain(ids)
-        found |= {key: tensor for key, tensor in seen[-1].items() if (key[1] in READ) == cached}
+        found |= {key: tensor for key, tensor in seen[-1].items() if (key[1] in (*READ, KEEPS)) == cached}
     return found
 
 
