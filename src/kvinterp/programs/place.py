@@ -25,8 +25,8 @@ from kvinterp.programs.subject import ModelSubject, apart
 READ = ("K", "V")
 """What is read at all columns so far."""
 KEEPS, STATE, RAISED = "keeps a state", "recurrent state or its update", "error"
-"""What stands for a module that keeps a recurrent state; what is wrong where all that such a module was given is right and what it
-makes is not; what a crash has for a tensor."""
+"""What stands for a module that keeps a recurrent state; what is wrong where all that such a module was given is right, and what
+it makes is not; what a crash has for a tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
