@@ -22,8 +22,8 @@ SMALL = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "initializer_range": 0.15, "pad_token_id": 0, "eos_token_id": None,
 }  # fmt: skip
-WITHOUT = ("uncached", "embeds)")
-"""What no fault of a cache changes, or what is given embeddings, which the planted fault leaves alone."""
+WITHOUT = ("uncached", "spoil", "pack(", "flex_attention")
+"""What no fault of a cache changes, and a kernel that takes long."""
 
 
 class Other(LlamaForCausalLM):
@@ -31,10 +31,17 @@ class Other(LlamaForCausalLM):
 
     begins = 1
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **more):
-        if input_ids is not None and past_key_values is not None and past_key_values.get_seq_length() >= self.begins:
-            input_ids = (input_ids + 1) % 99
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **more)
+    def forward(
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+        use_cache=None, logits_to_keep=0, **more,
+    ):  # fmt: skip
+        if past_key_values is not None and past_key_values.get_seq_length() >= self.begins:
+            input_ids = None if input_ids is None else (input_ids + 1) % 99
+            inputs_embeds = None if inputs_embeds is None else inputs_embeds.roll(1, -1)
+        return super().forward(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache,
+            logits_to_keep=logits_to_keep, **more,
+        )  # fmt: skip
 
 
 class Growing(LlamaForCausalLM):
@@ -81,6 +88,8 @@ def test_the_lines_print_the_number_of_the_verdict_and_rounding_without_the_faul
     subject = made(begins)
     run = Run(subject, program_named(text))
     run.word, run.why = run.run()
+    if "does not offer" in run.why:
+        pytest.skip(run.why)
     assert run.word == WRONG, (run.word, run.why)
     lines = pasted(run)
     assert lines, run.why

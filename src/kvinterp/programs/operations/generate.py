@@ -316,7 +316,8 @@ class Generate(Operation):
         seed = "torch.manual_seed(0); " if "do_sample" in more else ""
         most |= {name: str(asked) for name, asked in run.subject.asks_generate().items()}
         several = {name: more[name] for name in more if name in ("num_beams", "num_return_sequences", "do_sample")}
-        control = arguments(embedded.format(whole, whole), mask, **most | several, use_cache="False")
+        # Without a cache generate() forgets embeddings once it has tokens.
+        control = arguments(whole, mask, **most | several, use_cache="False")
         run.lines.judged(
             BEAMS if "num_beams" in more else GENERATED,
             whole,
