@@ -73,7 +73,7 @@ def test_how_far_its_forward_goes_is_found():
 
     verdict = kv.audit(full=short, step=step, programs=16)
     assert verdict.exit_code == 0
-    assert "full takes 70 tokens at most" in verdict.notes
+    assert "the forward without a cache takes 70 tokens at most" in verdict.notes
 
 
 def one_row(ids, cache):

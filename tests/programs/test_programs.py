@@ -410,7 +410,7 @@ def test_an_encoder_decoder_is_asked_behind_what_its_encoder_read():
     config = T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
     verdict = kv.audit(T5ForConditionalGeneration(config), programs=20)
     assert verdict.exit_code == 0, str(verdict)
-    assert "behind 24 encoded tokens" in str(verdict)
+    assert "behind 24 + 17 + 11 encoded positions" in str(verdict)
     assert max(check.error for check in verdict.checks if check.error is not None) < 1e-12
 
 

@@ -179,7 +179,7 @@ def audit(
         try:
             adapter = wrap(model)
         except KvinterpError:
-            if (own := subject_of(model)) is None:
+            if (own := subject_of(model, inputs)) is None:
                 raise
             return _audit_functions(own, arguments)
         if inputs is not None:
@@ -282,7 +282,9 @@ def _audit_functions(subject: Subject, arguments: Mapping[str, Any], *read: str)
     about = {**machine(subject.device), "model": subject.name, "kind": "functions"}
     allow = allowed(arguments["allow"])
     verdict = of_functions(
-        Evidence(subject.name, "", 0, checks=checks, allow=allow, notes=notes, about=about), searched.worst
+        Evidence(subject.name, "", 0, checks=checks, allow=allow, notes=notes, about=about),
+        searched.worst,
+        subject.against,
     )
     if arguments["out"] is not None:
         verdict.save(arguments["out"])

@@ -6,7 +6,6 @@ a cache run on them as on anybody's own.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import time
 from collections.abc import Mapping, Sequence
@@ -16,17 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.common.checks import given_list
-from kvinterp.errors import InputError, shown
+from kvinterp.errors import InputError, KvinterpError, reason, shown
 from kvinterp.models import Adapter
 from kvinterp.models.inputs import token_ids
 from kvinterp.models.native import copied
 from kvinterp.programs.operations.feed import Feed
 from kvinterp.programs.program import Program, Rows
-from kvinterp.programs.subject import FunctionSubject, ModelSubject, Subject, casts_lifted, row_draw, special_tokens
+from kvinterp.programs.sourced import EncoderDecoderSubject
+from kvinterp.programs.subject import FunctionSubject, ModelSubject, Subject, row_draw
 
-SOURCE = 24
-"""Tokens that an encoder reads, and more than a window where it has one."""
-LONGEST = 256
 FAR = (255, 509)
 """Prompts whose next tokens cross 256 columns, and fill 512: a cache of code of one's own may well hold no more."""
 REACHES = (*FAR, 511, 1023, 1100, 2047, 4095)
@@ -35,13 +32,18 @@ QUICK = 40
 """A forward that is gone further from takes this part of all seconds at most."""
 
 
-def subject_of(model: Any) -> FunctionSubject | None:
-    """What programs run on, of a module that :func:`kvinterp.wrap` does not take; None where it cannot be asked either."""
+def subject_of(model: Any, inputs: Any = None) -> Subject | None:
+    """What programs run on, of a module that :func:`kvinterp.wrap` does not take; None where it cannot be asked either.
+
+    Args:
+        model: The module.
+        inputs: What the encoder of an encoder-decoder reads, by name.
+    """
     if not isinstance(model, nn.Module):
         return None
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        return _encoder_decoder(model)
+        return _encoder_decoder(model, inputs)
     return None if hasattr(config, "to_dict") else _module(model)
 
 
@@ -89,7 +91,7 @@ def decoded_far(subject: Subject, steps: int, seconds: float, reach: str) -> lis
             while high - low > 1:
                 low, high = (middle, high) if _runs(subject, text[: (middle := (low + high) // 2)]) else (low, middle)
             subject.context, lengths = low, [*lengths[:n], *[low - steps] * (low > steps + last)]
-            subject.notes.append(f"full takes {low} tokens at most")
+            subject.notes.append(f"the forward without a cache takes {low} tokens at most")
             break
         last = length
         if reach == "no" and time.process_time() - began > seconds / QUICK:
@@ -127,41 +129,21 @@ def _module(model: nn.Module) -> FunctionSubject | None:
     return FunctionSubject(lambda ids: twin(ids, None)[0], twin, name=name, device=ids.device, yours=yours)
 
 
-def _encoder_decoder(model: nn.Module) -> FunctionSubject:
-    """The decoder behind one text that the encoder has read, in float64 with casts lifted."""
-    twin = copied(model).double().eval()
-    device, decoder = next(twin.parameters()).device, twin.config.get_text_config(decoder=True)
-    windows = [
-        n
-        for part in (twin.config.get_text_config(encoder=True), decoder)
-        if isinstance(n := getattr(part, "sliding_window", 0), int)
-    ]
-    length = max([SOURCE, *(n + 4 for n in windows if n + 4 <= LONGEST)])
-    source = torch.randint(6, min(decoder.vocab_size, 120), (1, length), generator=torch.Generator().manual_seed(0)).to(
-        device
-    )
-    with torch.no_grad(), casts_lifted():
-        read = twin.get_encoder()(input_ids=source, attention_mask=torch.ones_like(source))
-
-    def run(ids: Tensor, **more: Any) -> Any:
-        rows = copy.copy(read)
-        rows.last_hidden_state = read.last_hidden_state.expand(len(ids), -1, -1)
-        mask = torch.ones(len(ids), length, dtype=torch.long, device=device)
-        return twin(encoder_outputs=rows, attention_mask=mask, decoder_input_ids=ids, **more)
-
-    def step(ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        out = run(ids, past_key_values=cache, use_cache=True)
-        return out.logits, out.past_key_values
-
-    name = f"{type(model).__name__} behind {length} encoded tokens"
-    return FunctionSubject(
-        lambda ids: run(ids, use_cache=False).logits,
-        step,
-        name=name,
-        around=casts_lifted,
-        device=device,
-        special=special_tokens(twin),
-    )
+def _encoder_decoder(model: nn.Module, inputs: Any = None) -> EncoderDecoderSubject:
+    """In float64 with casts lifted, or where the model does not run so, as it is."""
+    try:
+        return EncoderDecoderSubject(model, inputs)
+    except KvinterpError:
+        raise
+    except Exception as error:
+        try:
+            found = EncoderDecoderSubject(model, inputs, ())
+        except Exception:
+            # What it raises in either says more of the model than of a cast.
+            raise error from None
+        why = f"what runs on this model does not follow a cast ({reason(error)}), so programs were judged in its own dtype"
+        found.notes.append(why)
+        return found
 
 
 def behind(adapter: Adapter, prompts: Any, inputs: Any) -> FunctionSubject:

@@ -460,13 +460,11 @@ def _exercised(evidence: Evidence) -> list[str]:
     return [f"exercised: {evidence.exercised}", *lines]
 
 
-def of_functions(evidence: Evidence, worst: float) -> Verdict:
-    """The verdict on anybody's own two functions: whether their programs are right, off by so much at most."""
+def of_functions(evidence: Evidence, worst: float, against: str) -> Verdict:
+    """The verdict on anybody's own two functions: whether their programs are right, off by so much at most of ``against``."""
     checks = evidence.checks
     word, place, lines = evidence._failed() or ("rounding" if worst else "equal", NOWHERE, [])
     if not any(check.status in (RIGHT, WRONG) for check in checks):
         word, lines = CANNOT_TELL, ["No use could be tried."]
-    evidence.exercised = (
-        f"programs of the cache, each against full() of a row's own tokens; the largest difference {worst:.2g}."
-    )
+    evidence.exercised = f"programs of the cache, each against {against}; the largest difference {worst:.2g}."
     return evidence._verdict(word, place, lines)

@@ -18,6 +18,7 @@ from kvinterp.programs.operations.fork import Again
 from kvinterp.programs.running import Run, named
 from kvinterp.programs.subject import FunctionSubject, ModelSubject
 
+FROM_TRANSFORMERS = ("DynamicCache", "StaticCache", "EncoderDecoderCache")
 AS_MUCH = 2.0
 """What the lines show may be so many times what the program showed, or that share of it: they run with the model's casts."""
 
@@ -52,9 +53,13 @@ def pasted(run: Run) -> str:
 
 
 def _text(run: Run, cast: str, body: Sequence[str]) -> str:
-    made = [name for name in ("DynamicCache", "StaticCache") if any(f"{name}(" in line for line in body)]
+    body = [*run.subject.prelude, *body]
+    made = [name for name in FROM_TRANSFORMERS if any(f"{name}(" in line for line in body)]
     lines = ["import copy, torch" if any("copy." in line for line in body) else "import torch"]
     lines += [f"from transformers import {', '.join(made)}"] if made else []
+    lines += ["from transformers.modeling_outputs import BaseModelOutput"] * any(
+        "BaseModelOutput(" in line for line in body
+    )
     if any("TransformerLensKeyValueCache." in line for line in body):
         lines.append("from transformer_lens import TransformerLensKeyValueCache")
     if isinstance(run.subject, FunctionSubject):
@@ -62,7 +67,8 @@ def _text(run: Run, cast: str, body: Sequence[str]) -> str:
     elif isinstance(run.subject, ModelSubject):
         lines.append(f"model = model.eval(){cast}  # yours: a {type(run.subject.model).__name__}")
     if run.wrong is not None:
-        wrong, plain = run.wrong, run.subject.plain_line(run.wrong.text)
+        wrong, row = run.wrong, run.wrong.row
+        plain = run.subject.plain_line(run.wrong.text, **run.subject.reads(run.begins[row : row + 1]))
         body = [*body, *["model.forward = own"] * ("compiled" in run.uses)]
         body += [f"got, want = {wrong.got}, {plain}[0, -1]"]
         body += ["got, want = got[want.isfinite()], want[want.isfinite()]"] * (wrong.finite == "no")
@@ -110,7 +116,7 @@ def _said(run: Run, text: str) -> str | Exception:
     if isinstance(subject, ModelSubject):
         # As it was given: a cast of ours may have chosen other kernels, which nobody has who pastes the lines.
         given = copy.deepcopy(subject.given.model) if subject.lifted else subject.model
-        names, state = {"model": given}, subject.adapter.own_state([])
+        names, state = {"model": given, **subject.names}, subject.adapter.own_state([])
     elif isinstance(subject, FunctionSubject):
         names = {"full": subject.full, "step": subject.step}
     try:

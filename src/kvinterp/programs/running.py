@@ -229,14 +229,10 @@ class Run(Columns):
             return
         self.cache = self.subject.cache(kind, columns)
         self.room = columns if kind == "static" else self.room
-        self.tries(*{
-            "bare": ("DynamicCache()", "cache = DynamicCache()"),
-            "recording": (
-                "cache that records its past", "cache = DynamicCache(config=model.config)", "cache.activate_past_recording()",
-            ),
-            "offloaded": ("OffloadedCache", "cache = DynamicCache(config=model.config, offloading=True)"),
-            "static": ("StaticCache", f"cache = StaticCache(config=model.config, max_cache_len={self.room})"),
-        }[kind])  # fmt: skip
+        names = {"bare": "DynamicCache()", "recording": "cache that records its past", "static": "StaticCache"}
+        names |= {"offloaded": "OffloadedCache"}
+        self.tries(names[kind], self.subject.cache_line(kind, columns))
+        self.lines += ["cache.activate_past_recording()"] * (kind == "recording")
 
     def _raised(self, error: Exception) -> tuple[str, str]:
         """Whose an error is: a library's own ``raise`` is a refusal, what breaks deeper is a crash."""
@@ -308,7 +304,8 @@ class Run(Columns):
     def told(self, mask: Tensor, width: int) -> dict[str, Tensor]:
         """The mask and positions that the forward of the newest columns is given."""
         subject = self.subject
-        return self.program.rows.tells(mask, width, bool((mask == 0).any()), subject.takes, subject.offset)
+        told = self.program.rows.tells(mask, width, bool((mask == 0).any()), subject.takes, subject.offset)
+        return {**told, **subject.reads(self.begins)}
 
     def forward(self, ids: Tensor, mask: Tensor, cache: Any, later: Tensor | None = None) -> Any:
         """New columns on a cache, judged; returns the cache behind them.
@@ -502,14 +499,16 @@ class Run(Columns):
 
     def other(self, width: int) -> Tensor:
         """Tokens of another request, ``[1, column]``."""
-        return self.subject.tensor([self.tokens(min(width, self.room), self.draw)])
+        count, begin = min(width, self.room), self.subject.begins[-1]
+        return self.subject.tensor([[*begin, *self.tokens(count - len(begin), self.draw)]])
 
     def serve(self, ids: Tensor, kept: str = "yes") -> Any:
         """Serves another request on a cache of its own, which is given back."""
         self._needs_two_caches()
-        line = self.subject.feed_line(ids, "no")
+        told = self.subject.reads(self.subject.begins[-1:])
+        line = self.subject.feed_line(ids, "no", **told)
         self.lines += [line] if kept == "yes" else ["kept = cache", line, "cache = kept"]
-        return self.subject.feed(ids, None)[1]
+        return self.subject.feed(ids, None, **told)[1]
 
     def again(self) -> None:
         """Begins anew with the same tokens."""
@@ -523,7 +522,7 @@ class Run(Columns):
         self.lines.note(f"ids = torch.cat([ids, torch.tensor({ids.tolist()})])")
         self.texts.append(ids[0].tolist())
         self.draws.append(self.draw)
-        self.begins.append(())
+        self.begins.append(self.subject.begins[-1])
         super().join(ids, cache)
 
     def fork(self, width: int) -> None:

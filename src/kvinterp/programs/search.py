@@ -100,7 +100,10 @@ def drawn(draw: random.Random, subject: Subject, beyond: str = "no") -> Program:
     made = tuple(kind.drawn(draw, rows, subject, beyond) for kind in steps)
     pads, told = tuple(draw.randint(0, most) for _ in range(rows)), draw.choice(TOLD)
     cache, pad = draw.choice(["own", *subject.caches]), draw.choice(PADS)
-    return Program(_called(Rows(pads, told=told, cache=cache, pad=pad, beyond=beyond), made, subject), made)
+    rows_of = _called(Rows(pads, told=told, cache=cache, pad=pad, beyond=beyond), made, subject)
+    # Where rows begin otherwise, a seed says which of them is the first.
+    begins = random.Random(str(Program(rows_of, made))).randrange(len(subject.begins))
+    return Program(dataclasses.replace(rows_of, seed=begins), made)
 
 
 def _called(rows: Rows, steps: tuple[Operation, ...], subject: Subject) -> Rows:

@@ -40,7 +40,14 @@ ALONE = 1e-3
 NOT_ONE = 0.03
 """A limit beyond which the forward is no one function of the text."""
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
-LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_target_positions",
+    "max_decoder_position_embeddings",
+)
 EDGES = ("window", "chunk", "block", "rate")
 """Words in the names of a config's numbers at which a cache may go on otherwise."""
 
@@ -119,7 +126,10 @@ class Subject(abc.ABC):
         generates: Whether it has a ``generate()``.
         varies: Whether more text changes the logits of what came before.
         mixes: How far a batch changes the plain forward of a row, where it does.
+        against: What its logits are held against.
+        names, prelude: What its lines of Python find beside the model, and those that come first.
         begins: What the texts of rows begin with, one after the other.
+        no_generate: The ways of ``generate()`` that are not for it.
         newest: ``"yes"``: a feed may give the logits of its last column alone.
         requests: ``"any"``, or ``"one"`` where it holds its cache itself, for one request at a time.
         decodes: Whether tokens that are fed singly are right, so that what it refuses besides is no fault.
@@ -136,6 +146,10 @@ class Subject(abc.ABC):
     device: Any = torch.device("cpu")
     native, stateful, generates, varies, mixes = False, False, False, False, 0.0
     begins: tuple[tuple[int, ...], ...] = ((),)
+    against = "one forward without a cache over a row's own tokens"
+    names: Mapping[str, Any] = types.MappingProxyType({})
+    prelude: tuple[str, ...] = ()
+    no_generate: frozenset[str] = frozenset()
     newest, decodes, requests = "no", True, "any"
     way: Rows = Rows((0,))
     """The rows of the program that runs: how forwards are called."""
@@ -182,6 +196,10 @@ class Subject(abc.ABC):
     def control_line(self, ids: Tensor | str, **told: Tensor) -> str:
         """The expression that :meth:`plain_as_called` stands for."""
         return self.plain_line(ids, **told)
+
+    def reads(self, begins: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
+        """What forwards are told of rows whose texts begin so, where they read something besides."""
+        return {}
 
     def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
         """The line of Python that :meth:`feed` stands for; ``cached``: ``"yes"`` where there is a cache already."""
@@ -314,9 +332,7 @@ class ModelSubject(Subject):
         self.model: Any = self.adapter.model
         self.name, self.device = adapter.facts.name, adapter.device
         self.native, self.stateful = self.adapter.plain, getattr(self.model, "_is_stateful", False)
-        self.takes = frozenset({"attention_mask"})
-        if self.native:
-            self.takes = frozenset(self.adapter.takes) & {"attention_mask", "position_ids"}
+        self.takes = self._takes()
         # A HookedTransformer has a config of its own.
         config: Any = self.adapter.config or self.model.cfg
         self.special = special_tokens(self.adapter.source)
@@ -333,6 +349,10 @@ class ModelSubject(Subject):
             self.caches = self._caches()
         self.measure()
         self.generates = can_generate(self.model) if self.native else hasattr(self.model, "generate")
+
+    def _takes(self) -> frozenset[str]:
+        taken = self.adapter.takes if self.native else {"attention_mask"}
+        return frozenset(taken) & {"attention_mask", "position_ids"}
 
     def _beside(self, sizes: list[int]) -> tuple[int, ...]:
         found = {n for size in sizes if 8 <= size <= self.room for n in (size - 1, size, size + 1) if n <= self.room}
@@ -501,6 +521,19 @@ class ModelSubject(Subject):
             return out.logits, returned_cache(out, self.adapter.takes)[1]
         return self.adapter.call_with_cache(ids, cache, told.get("attention_mask"), told.get("position_ids"))
 
+    @property
+    def cache_name(self) -> str:
+        """The argument by which its forward takes its cache."""
+        return self.adapter.cache_name
+
+    def cache_line(self, kind: str, columns: int) -> str:
+        """The line of Python that :meth:`cache` stands for."""
+        return {
+            "bare": "cache = DynamicCache()",
+            "recording": "cache = DynamicCache(config=model.config)",
+            "static": f"cache = StaticCache(config=model.config, max_cache_len={columns})",
+        }[kind]
+
     def cache(self, kind: str, columns: int) -> Any:
         """A cache of one of :attr:`caches` but the model's own, as users make it; a static one of so many columns."""
         from transformers import DynamicCache, StaticCache
@@ -514,24 +547,34 @@ class ModelSubject(Subject):
             made.activate_past_recording()
         return made
 
-    def generate(self, prompt: Tensor, count: int, mask: Tensor | None, cache: Any = None, **more: Any) -> Any:
-        """Transformers' own ``generate()``: greedy, so many tokens, none of them an end."""
+    def generate(
+        self,
+        prompt: Tensor,
+        count: int,
+        mask: Tensor | None,
+        cache: Any = None,
+        begins: Sequence[tuple[int, ...]] = (),
+        **more: Any,
+    ) -> Any:
+        """Transformers' own ``generate()``: greedy, so many tokens, none of them an end; of rows whose texts begin so."""
         known = {} if mask is None else {"attention_mask": mask}
-        known |= {} if cache is None else {self.adapter.cache_name: cache}
+        known |= {} if cache is None else {self.cache_name: cache}
         known |= {name: more.pop(name) for name in ("assistant_model", "inputs_embeds") if name in more}
         if self.way.fed == "embeds":
             known.setdefault("inputs_embeds", self.model.get_input_embeddings()(prompt))
         ids = more.pop("beside", None if "inputs_embeds" in known else prompt)
-        more = self.asks_generate() | more
-        chosen = greedy(
+        chosen = self._greedy(count, **self.asks_generate() | more)
+        return self.model.generate(ids, generation_config=chosen, **known)
+
+    def _greedy(self, count: int, **more: Any) -> Any:
+        return greedy(
             count, min_new_tokens=count, pad_token_id=self.pad, output_logits=True, return_dict_in_generate=True,
             **{"use_cache": True, **more},
         )  # fmt: skip
-        return self.model.generate(ids, generation_config=chosen, **known)
 
     def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
         """As its users call it."""
-        name, cache = self.adapter.cache_name, {} if cached == "no" else {self.adapter.cache_name: "cache"}
+        name, cache = self.cache_name, {} if cached == "no" else {self.cache_name: "cache"}
         if self.native:
             given = self._written(ids, told, ids.shape[1], **cache, use_cache=True)
             return f"out = model({given}); logits, cache = out.logits, out.{name}"
@@ -543,6 +586,12 @@ class ModelSubject(Subject):
             more = {"past_kv_cache": "cache"}
         line = f"logits = model({arguments(ids, told, **more)})"
         return line if cached == "yes" else f"{made}; {line}"
+
+    def generate_line(
+        self, prompt: str, begins: Sequence[tuple[int, ...]], told: Mapping[str, Tensor], **more: object
+    ) -> str:
+        """The expression that :meth:`generate` stands for, of rows that begin so."""
+        return f"model.generate({arguments(prompt, told, **more)})"
 
     def plain_line(self, ids: Tensor | str, **told: Tensor) -> str:
         """As its users call it."""
@@ -580,7 +629,7 @@ class FunctionSubject(Subject):
             at a time, which ``step(ids, None)`` begins anew; the step may then return its logits alone.
     """
 
-    newest = "yes"
+    newest, against = "yes", "full() of a row's own tokens"
 
     def __init__(
         self,

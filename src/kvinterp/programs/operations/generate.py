@@ -91,7 +91,7 @@ class Generate(Operation):
     def offered(self, run: Run) -> bool:
         """Where ``generate()`` takes it and there is room."""
         subject, width = run.subject, max(self.width, max(run.pads, default=0) + 1)
-        if not subject.generates:
+        if not subject.generates or self.how in subject.no_generate:
             return False
         if run.program.rows.told == "mask_alone" and any(run.program.rows.pads):
             return False  # generate() counts positions, which a forward given the mask alone does not go on from.
@@ -167,6 +167,8 @@ class Generate(Operation):
         run.tries(f"{name}{PADDED}" if padded else name)
         # Without a mask generate() takes a pad token that it generated before for a pad.
         needed = padded or run.program.rows.told != "needed" or self.how == "new" or run.lines.named
+        # An encoder-decoder's generate() makes no mask of its own, by which it tells old columns from new ones.
+        needed = needed or (run.filled and "source" in run.subject.reads(run.begins))
         told = full if needed and "attention_mask" in run.subject.takes else None
         lengths = [len(text) for text in run.texts]
         given: Any = prompt if texts is None else texts
@@ -193,7 +195,7 @@ class Generate(Operation):
         more = {"prefill_chunk_size": CHUNK} if self.how == "chunks" else {}
         whole = run.lines.columns(run.ids, ids)
         self._write(run, whole, f"torch.tensor({ids.tolist()})" if self.how == "new" else whole, told, more)
-        out = run.subject.generate(prompt, self.count, told, run.cache, **more)
+        out = run.subject.generate(prompt, self.count, told, run.cache, begins=run.begins, **more)
         fed = self._took(run, ids, mask, out.sequences[:, -self.count :], torch.stack(out.logits, 1))
         from kvinterp.models.transformers_cache import returned_cache
 
@@ -228,7 +230,7 @@ class Generate(Operation):
             if self.how in ("assistant", "sampled_assistant"):
                 aside.enter_context(run.subject.adapter.own_state([]))
                 given["assistant_model"] = self._assistant(run.model)
-            out = run.subject.generate(prompt, self.count, told, **given)
+            out = run.subject.generate(prompt, self.count, told, begins=run.begins, **given)
         new, logits = out.sequences[:, -self.count :], torch.stack(out.logits, 1)
         if self.how == "beams":
             beams = out.beam_indices[:, : new.shape[1]].tolist()
@@ -254,7 +256,8 @@ class Generate(Operation):
         if subject.native:
             with subject.running():
                 given = self._embedded(run, prompt)
-                logits = subject.generate(prompt, self.count, told, use_cache=False, **given).logits[0]
+                begins = run.begins[:: max(1, len(run.texts) // len(prompt))]
+                logits = subject.generate(prompt, self.count, told, begins=begins, use_cache=False, **given).logits[0]
         else:
             logits = self._looped(run, prompt, 1, "no", told)[1][0].logits
         if self.how == "beside":
@@ -306,7 +309,7 @@ class Generate(Operation):
         }
         cached = dict[str, str]()
         if run.cache is not None and self.how in ON_THE_CACHE:
-            cached = {run.subject.adapter.cache_name: "cache"}
+            cached = {run.subject.cache_name: "cache"}
         if self.how in ("assistant", "sampled_assistant"):
             run.lines += ASSISTANT
             cached = {"assistant_model": "assistant"}
@@ -316,13 +319,14 @@ class Generate(Operation):
         seed = "torch.manual_seed(0); " if "do_sample" in more else ""
         most |= {name: str(asked) for name, asked in run.subject.asks_generate().items()}
         several = {name: more[name] for name in more if name in ("num_beams", "num_return_sequences", "do_sample")}
+        written, begins = run.subject.generate_line, run.begins
         # Without a cache generate() forgets embeddings once it has tokens.
-        control = arguments(whole, mask, **most | several, use_cache="False")
+        control = written(whole, begins, mask, **most | several, use_cache="False")
         run.lines.judged(
             BEAMS if "num_beams" in more else GENERATED,
             whole,
-            "" if self.how in ("uncached", "beside") else f"{seed}out = model.generate({control})",
-            f"{seed}out = model.generate({arguments(embedded.format(prompt, prompt), mask, **cached, **most | more)})",
+            "" if self.how in ("uncached", "beside") else f"{seed}out = {control}",
+            f"{seed}out = {written(embedded.format(prompt, prompt), begins, mask, **cached, **most | more)}",
             int(several.get("num_return_sequences", 1)),
         )
 

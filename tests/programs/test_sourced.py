@@ -1,0 +1,136 @@
+"""Encoder-decoders, each row with a source of its own: sound ones are right, and each fault is found by a program."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    EncoderDecoderCache,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+from transformers.models.bart.modeling_bart import BartAttention
+
+import kvinterp as kv
+from kvinterp.errors import InputError
+from kvinterp.programs.names import program_named
+from kvinterp.programs.pasted import pasted
+from kvinterp.programs.running import RIGHT, WRONG, Run
+from kvinterp.programs.sourced import EncoderDecoderSubject
+
+SIZES = {
+    "vocab_size": 97, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "init_std": 0.3,
+}  # fmt: skip
+
+
+def bart():
+    torch.manual_seed(0)
+    return BartForConditionalGeneration(BartConfig(**SIZES, max_position_embeddings=64, forced_eos_token_id=None)).eval()
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+
+
+def whisper():
+    torch.manual_seed(0)
+    tokens = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 1, "decoder_start_token_id": 3}
+    sizes = {**SIZES, "max_source_positions": 20, "max_target_positions": 64, "num_mel_bins": 8}
+    config = WhisperConfig(**sizes, **tokens, begin_suppress_tokens=None, suppress_tokens=None)
+    return WhisperForConditionalGeneration(config).eval()
+
+
+def came(subject, program):
+    run = Run(subject, program_named(program))
+    run.word, run.why = run.run()
+    return run
+
+
+PROGRAMS = (
+    "rows(0+0+0)+feed(6)+feed(2,1)",
+    "rows(0+0+0)+feed(6)+reorder(2+0+1)+feed(2,1)",
+    "rows(0+0,seed=1)+feed(4)+repeat(2)+feed(2,1)",
+    "rows(0+0)+generate(4,3)+feed(2,1)",
+    "rows(0+0)+generate(4,4,beams)",
+    "rows(0)+feed(4)+generate(2,3,new)",
+    "rows(0)+feed(4)+generate(2,3)",
+    "rows(0)+feed(6)+crop(2)+feed(2,1)",
+    "rows(0+0,cache=static)+feed(4)+request(3)+feed(2,1)",
+)
+
+
+@pytest.mark.parametrize("build", [bart, t5, whisper])
+def test_sound_ones_are_right_whatever_is_done_to_their_rows(build):
+    subject = EncoderDecoderSubject(build())
+    programs = [one for one in PROGRAMS if "beams" not in one or "beams" not in subject.no_generate]
+    ran = {program: came(subject, program) for program in programs}
+    assert {program: (run.word, run.why) for program, run in ran.items()} == dict.fromkeys(programs, (RIGHT, ""))
+    assert all(run.uses for run in ran.values())
+    # Each row reads a source of its own.
+    first, second = (subject.plain(subject.tensor([[*begin, 20, 21]])) for begin in subject.begins[:2])
+    assert not torch.allclose(first, second)
+
+
+def test_pads_of_the_decoder_are_hidden():
+    subject = EncoderDecoderSubject(t5())
+    assert came(subject, "rows(0+4)+feed(9)+feed(3,1)").word == RIGHT
+    assert came(subject, "rows(0+6)+feed(4)+feed(8)+feed(2,1)").word == RIGHT
+
+
+class FirstRow(BartAttention):
+    """Once it is cached, every row reads the first row's source."""
+
+    def forward(self, hidden_states, key_value_states=None, past_key_values=None, **more):
+        if key_value_states is not None and past_key_values is not None and past_key_values.is_updated.get(self.layer_idx):
+            layer = past_key_values.cross_attention_cache.layers[self.layer_idx]
+            layer.values = layer.values[:1].expand_as(layer.values).contiguous()
+        return super().forward(hidden_states, key_value_states=key_value_states, past_key_values=past_key_values, **more)
+
+
+class Stays(EncoderDecoderCache):
+    """The keys of the source stay where they are when rows move."""
+
+    def reorder_cache(self, beam_idx):
+        self.self_attention_cache.reorder_cache(beam_idx)
+
+
+class Decoder(type(bart().model.decoder)):
+    """Makes such a cache."""
+
+    def forward(self, *given, **more):
+        out = super().forward(*given, **more)
+        if type(out.past_key_values) is EncoderDecoderCache:
+            out.past_key_values.__class__ = Stays
+        return out
+
+
+def test_faults_between_rows_are_found_and_pasted():
+    model = bart()
+    model.model.decoder.layers[1].encoder_attn.__class__ = FirstRow
+    run = came(EncoderDecoderSubject(model), "rows(0+0)+feed(4)+feed(1)")
+    assert run.word == WRONG
+    lines = pasted(run)
+    assert "**source(0, 1)" in lines
+    assert "EncoderDecoderCache" not in lines
+    moved = bart()
+    moved.model.decoder.__class__ = Decoder
+    run = came(EncoderDecoderSubject(moved), "rows(0+0)+feed(4)+reorder(1+0)+feed(1)")
+    assert run.word == WRONG
+    assert "reorder_cache" in pasted(run)
+
+
+def test_what_the_encoder_reads_can_be_given():
+    model = whisper()
+    heard = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(5))
+    verdict = kv.audit(model, inputs={"input_features": heard}, programs=12, lengths=(5,))
+    assert verdict.exit_code == 0, str(verdict)
+    assert "20 + 20 encoded positions" in str(verdict)
+    with pytest.raises(InputError, match="has no input_features"):
+        kv.audit(model, inputs={"pixel_values": heard})
