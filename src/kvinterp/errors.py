@@ -121,3 +121,9 @@ def reason(error: BaseException) -> str:
     if isinstance(error, KeyError | IndexError | AssertionError | ZeroDivisionError | StopIteration) or not said:
         said = f"{type(error).__name__} {said}".strip()
     return said if len(said) <= 240 else said[:237].rstrip() + "..."
+
+
+def named(error: BaseException) -> str:
+    """An error's kind and what it says, to be quoted."""
+    kind, said = type(error).__name__, " ".join(reason(error).split())[:300].rstrip(". ")
+    return said if said.startswith(kind) else f"{kind}: {said}"

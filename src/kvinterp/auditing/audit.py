@@ -26,6 +26,7 @@ from kvinterp.auditing.reading import Evidence, of_functions
 from kvinterp.auditing.uses import (
     PROGRAMS,
     SECONDS,
+    CacheAsked,
     check_functions,
     counted_in,
     edges_of,
@@ -48,8 +49,9 @@ from kvinterp.common.checks import (
 )
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, out_of_memory, reason, shown
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, named, out_of_memory, reason, shown
 from kvinterp.models import Adapter, dtype_named, wrap
+from kvinterp.models.caches import Dynamic, Preallocated, cache_named
 from kvinterp.models.inputs import token_ids
 from kvinterp.models.passes import unread_by
 from kvinterp.models.provenance import machine, provenance
@@ -57,7 +59,7 @@ from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.paths.prompt import prompt_difference
 from kvinterp.programs.program import Program
-from kvinterp.programs.running import WRONG, named
+from kvinterp.programs.running import RIGHT, WRONG
 from kvinterp.programs.subject import FunctionSubject, Subject
 from kvinterp.recording import Trace
 
@@ -104,6 +106,8 @@ def audit(
     step: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     requests: str = "any",
     inputs: Mapping[str, Any] | None = None,
+    cache: Any = None,
+    lossy: str = "no",
     allow: Sequence[str] = (),
     out: str | os.PathLike[str] | None = None,
     detail: str = "verdict",
@@ -143,6 +147,11 @@ def audit(
             anew, and what needs two caches at once is listed as refused. ``"any"``: caches live beside one another.
         inputs: What the first forward gets besides, by name, such as ``pixel_values``, for a prompt that holds more than text:
             then ``prompts`` is that one prompt as token ids, and programs run behind it.
+        cache: Another cache than the model's own, which alone is asked about: a class of transformers caches of your own, a
+            function that makes one, or a kind by name, such as ``"quantized(4)"``; see :func:`kvinterp.Cached`. Programs run on
+            it, and its own methods move its rows and take its positions back.
+        lossy: ``"yes"``: that cache is meant to lose something, as a quantised one of your own: what is right is then the same
+            cache without the use, one row alone. Transformers' quantised layers need not be said.
         allow: Words of :data:`VERDICTS` that shall not fail, such as ``"hidden-cast"``.
         out: A folder for verdict.json and the page, or None.
         detail: ``"verdict"`` returns the :class:`Verdict`, ``"everything"`` the :class:`Audit`.
@@ -175,6 +184,9 @@ def audit(
         return judged
     for name, value in {"format": format, "declared": declared}.items():
         check_unread(name, value, None, "nothing is given to judge the model against; leave it out")
+    check_choice("lossy", lossy, ("yes", "no"))
+    if lossy == "yes" and cache is None:
+        raise InputError("lossy='yes' was given, and no cache that is lossy: give one with cache=, or leave it out.")
     with evaluating(model):
         try:
             adapter = wrap(model)
@@ -182,6 +194,11 @@ def audit(
             if (own := subject_of(model, inputs)) is None:
                 raise
             return _audit_functions(own, arguments)
+        kind = cache_named("dynamic" if cache is None else cache)
+        if isinstance(kind, Preallocated):
+            raise InputError(f"cache={kind} was given, which is kvinterp's own: give a cache of transformers' or of yours.")
+        if not isinstance(kind, Dynamic):
+            return _audit_cache(adapter, CacheAsked(kind, lossy == "yes"), arguments)
         if inputs is not None:
             return _audit_functions(behind(adapter, prompts, inputs), arguments, "prompts")
     check_unread("requests", requests, "any", "the model's own caches are tried; leave it out")
@@ -286,6 +303,42 @@ def _audit_functions(subject: Subject, arguments: Mapping[str, Any], *read: str)
         searched.worst,
         subject.against,
     )
+    if arguments["out"] is not None:
+        verdict.save(arguments["out"])
+    return verdict
+
+
+def _audit_cache(adapter: Adapter, asked: CacheAsked, arguments: Mapping[str, Any]) -> Verdict:
+    """A cache that is not the model's own: the word of the programs on it.
+
+    Args:
+        adapter: The model.
+        asked: The cache.
+        arguments: Those of :func:`audit`, by name.
+    """
+    read = ("programs", "seconds", "calls", "reach", "checks", "cache", "lossy")
+    unread = ", ".join(_given(arguments, *read))
+    notes = [f"{unread}: not read, since only programs of a cache run on a cache that is given"] if unread else []
+    check_choice("reach", arguments["reach"], ("yes", "no"))
+    if (checks := arguments["checks"]) == "none":
+        raise InputError(f"cache={asked.kind} was given with checks='none', and only programs run on it: leave one out.")
+    check_known("checks", checks, CHECKS)
+    given = programs_named(check_text("calls", arguments["calls"], "programs such as 'rows(0+4)+feed(9)', or 'all'"))
+    count, most = _budget(arguments["programs"], arguments["seconds"])
+    more, tell = THOROUGH if checks == "thorough" else 1, arguments["progress"] or (lambda _: None)
+    with located(f"audit of {adapter.facts.name} on {asked.kind}"), own_threads(adapter), evaluating(adapter):
+        seed = check_seed(arguments["seed"])
+        # What cannot be made on this model or machine is said before anything runs.
+        adapter.own_cache(asked.kind, 1, 1, adapter.dtype)
+        found = uses_of(adapter, count * more, most * more, seed, given, arguments["reach"], tell, asked)
+    facts, own = adapter.facts, dtype_name(adapter.dtype)
+    evidence = Evidence(
+        f"{asked.kind} on {facts.name} ({adapter.kind}, {own})", own, 0, checks=found, allow=allowed(arguments["allow"]),
+        notes=[*notes, *asked.notes], about=provenance(adapter, cache=str(asked.kind)),
+    )  # fmt: skip
+    worst = max((check.error or 0.0 for check in found if check.status == RIGHT), default=0.0)
+    right = "the same cache without the use" if asked.lossy else "the forward without a cache of a row's own tokens"
+    verdict = of_functions(evidence, worst, right)
     if arguments["out"] is not None:
         verdict.save(arguments["out"])
     return verdict

@@ -16,18 +16,20 @@ from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.checks import BEYOND, NOT_RUN, NUMBERS, UNCLEAR, Check
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.common import spec
-from kvinterp.errors import UnsupportedError, out_of_memory, reason
+from kvinterp.errors import UnsupportedError, named, out_of_memory, reason
 from kvinterp.models import Adapter
+from kvinterp.models.caches import MOVES, CacheKind, offers
 from kvinterp.models.door import quiet_transformers
 from kvinterp.models.positions import Counted, counted_by
 from kvinterp.programs.crashes import CRASHES, OURS, whose
 from kvinterp.programs.names import call_named, program_named
+from kvinterp.programs.operations.crop import croppable
 from kvinterp.programs.pasted import pasted
 from kvinterp.programs.place import placed
 from kvinterp.programs.program import Program
-from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, Run, named
+from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, Run
 from kvinterp.programs.search import FIRST, Searched, base_of, least, search, tried
-from kvinterp.programs.subject import ROOM, ModelSubject, Subject, apart
+from kvinterp.programs.subject import NARROW, ROOM, ModelSubject, Subject, apart
 
 PROGRAMS, SECONDS = 80, 40.0
 """Programs that are run unless told, and processor seconds that they take at most."""
@@ -52,6 +54,7 @@ def uses_of(
     given: Sequence[Program] = (),
     reach: str = "no",
     progress: Callable[[str], None] = lambda _: None,
+    asked: CacheAsked | None = None,
 ) -> list[Check]:
     """Tries a model's cache in every use that it offers.
 
@@ -65,30 +68,36 @@ def uses_of(
         given: Programs that are run besides.
         reach: ``"yes"`` also goes over every edge that the config names, however far.
         progress: Told what runs.
+        asked: The cache that is asked about, where it is not the model's own.
 
     Returns:
         A check a use, those that are wrong first.
     """
+    make = ModelSubject if asked is None else asked.subject
     with _as_it_was(adapter), torch.no_grad():
         try:
-            subject, why = _subject(adapter)
+            subject, why = _subject(adapter, make)
         except OwnError:
             raise
         except Exception as error:
             return [_met(adapter, error)]
         edges, far = _edges(adapter, reach)
         names = {str(program_named(text)): (name, size) for (name, size), texts in edges.items() for text in texts}
-        asked = [*given, *(program for program in map(program_named, names) if subject.offers(program.rows))]
-        found = search(subject, programs, seconds, seed, asked, progress=progress)
-        if subject.lifted and (own := _instead(adapter, found)) is not None:
+        first = [*given, *(program for program in map(program_named, names) if subject.offers(program.rows))]
+        found = search(subject, programs, seconds, seed, first, progress=progress)
+        if subject.lifted and (own := _instead(adapter, found, make)) is not None:
             subject, why = own
-            found = search(subject, programs, seconds, seed, asked, progress=progress)
+            found = search(subject, programs, seconds, seed, first, progress=progress)
         checks = _checks(subject, found, names, {*map(str, given)})
+        # In 16 bits a cache that loses is off from itself wherever rounding tips what it quantises.
+        sixteen = adapter.dtype in SIXTEEN
         if why:
             said = f"what runs on this model does not follow a cast ({why}), so programs were judged in its own"
             far.insert(0, Check("float64", NOT_RUN, f"{said} {dtype_name(adapter.dtype)}."))
-        elif adapter.dtype in SIXTEEN or not any(one.status == WRONG for one in checks):
-            checks += _narrow(adapter, subject, given, _wrong_uses(checks), programs // 3, seconds / 3)
+        elif not subject.lossy if sixteen else not any(one.status == WRONG for one in checks):
+            checks += _narrow(adapter, subject, given, _wrong_uses(checks), programs // 3, seconds / 3, make)
+        if asked is not None:
+            checks = asked.blamed(adapter, asked.completed(subject, checks))
         if subject.mixes:
             said = f"in a batch the forward without a cache is off by {subject.mixes:.2g} from each row alone"
             checks.append(Check("batch", PLAIN, f"{said}: rows were tried alone.", subject.mixes, subject.limit))
@@ -144,18 +153,89 @@ def counted_in(subject: Subject) -> Counted | None:
     return None
 
 
-def _subject(adapter: Adapter) -> tuple[ModelSubject, str]:
+@dataclasses.dataclass
+class CacheAsked:
+    """A cache that is not the model's own, of which an audit is asked.
+
+    Attributes:
+        kind: What makes it.
+        declared: Whether it is said to lose something.
+        notes: What is to be said beside the checks.
+        lossy: Whether it was seen to.
+    """
+
+    kind: CacheKind
+    declared: bool = False
+    notes: list[str] = dataclasses.field(default_factory=list)
+    lossy: bool = False
+
+    def subject(self, adapter: Adapter, lifted: Sequence[torch.dtype] = NARROW) -> ModelSubject:
+        """The model on that cache; what the cache loses is noted once."""
+        made = ModelSubject(adapter, lifted, self.kind, self.declared)
+        singly = "a prompt in one forward and then single tokens"
+        if made.lossy:
+            note = (
+                f"{self.kind} loses something, as it is said to: in {singly} it is off from the forward without a cache by "
+                f"{made.loss:.2g} of the largest logit; each use was held against the same cache without it, one row alone in "
+                "the same pieces"
+            )
+            nulls = [f"{kind} by {null:.2g}" for kind, null in made.nulls.items() if null > made.limit]
+            note += (
+                f" ({' and '.join(nulls)} it is off from itself, and what is off by less than the root of that passes)"
+                * bool(nulls)
+            )
+        elif made.loss > made.limit:
+            note = (
+                f"in {singly} {self.kind} is off from the forward without a cache by {made.loss:.2g} of the largest logit: "
+                "where it is meant to lose that, say so (--lossy, in Python lossy='yes'), and each use is held against the "
+                "same cache without it"
+            )
+        else:
+            note = f"{self.kind} was said to lose something, and loses nothing here" if self.declared else ""
+        # What is lost in any precision is said; that nothing is, where it is so in all.
+        self.notes = [note] if note and (made.lossy or not (self.lossy or self.notes)) else self.notes
+        self.lossy = self.lossy or made.lossy
+        return made
+
+    def completed(self, subject: ModelSubject, checks: list[Check]) -> list[Check]:
+        """The checks, and those of uses that the cache does not offer."""
+        cache = subject.fresh()
+        named = {
+            "crop and go on": (croppable(cache), "it does not offer to take positions back, so that none was"),
+            **{name: (offers(cache, name), f"it offers no {name}, so that no row was moved by it") for name in MOVES[:3]},
+        }
+        known = {check.name for check in checks}
+        missing = [(name, why) for name, (offered, why) in named.items() if not offered and name not in known]
+        return [*checks, *(Check(name, NOT_RUN, f"{why}.") for name, why in missing)]
+
+    def blamed(self, adapter: Adapter, checks: list[Check]) -> list[Check]:
+        """The checks, of which those that are wrong say whether the model's own cache is wrong in the same program too."""
+        if not any(check.status == WRONG for check in checks):
+            return checks
+        own, _ = _subject(adapter, ModelSubject)
+        found = []
+        for check in checks:
+            if check.status == WRONG and tried(own, program_named(check.program)).word == WRONG:
+                said = (
+                    f"{check.detail.rstrip('.')}; so is the model's own cache in this program, which kvinterp audit places."
+                )
+                check = dataclasses.replace(check, detail=said)
+            found.append(check)
+        return found
+
+
+def _subject(adapter: Adapter, make: Callable[..., ModelSubject]) -> tuple[ModelSubject, str]:
     """In float64 with casts lifted, or where the model does not run so, as it is; and why not in float64.
 
     A function that replaces a module's ``forward``, or an SAE in a hook, keeps the tensors that it was made with.
     """
     try:
-        return ModelSubject(adapter), ""
+        return make(adapter), ""
     except Exception as error:
         if out_of_memory(error):
             raise
         try:
-            return ModelSubject(adapter, ()), reason(error)
+            return make(adapter, ()), reason(error)
         except UnsupportedError:
             raise
         except Exception:
@@ -163,11 +243,11 @@ def _subject(adapter: Adapter) -> tuple[ModelSubject, str]:
             raise error from None
 
 
-def _instead(adapter: Adapter, found: Searched) -> tuple[ModelSubject, str] | None:
+def _instead(adapter: Adapter, found: Searched, make: Callable[..., ModelSubject]) -> tuple[ModelSubject, str] | None:
     """The model as it is, and what a program raises in float64 that runs on it; None where none does."""
     for one in [run for run in (*found.wrong, *found.others.values()) if run.raised]:
         with contextlib.suppress(Exception):
-            own = ModelSubject(adapter, ())
+            own = make(adapter, ())
             if not tried(own, one.program).raised:
                 return own, one.raised
     return None
@@ -224,7 +304,8 @@ def _wrong(subject: Subject, one: Run, status: str, ran: int) -> Check:
     place, lines = None, ""
     # What is wrong with the model may break the search for its place too.
     with contextlib.suppress(Exception):
-        place = placed(subject, one.program) if isinstance(subject, ModelSubject) else None
+        # The modules of a cache that loses are apart from the plain forward's wherever it reads.
+        place = placed(subject, one.program) if isinstance(subject, ModelSubject) and not subject.lossy else None
     with contextlib.suppress(Exception):
         lines = pasted(one)
     # The number of the verdict is the one that the lines print.
@@ -246,12 +327,18 @@ def _wrong_uses(checks: Sequence[Check]) -> set[str]:
 
 
 def _narrow(
-    adapter: Adapter, wide: ModelSubject, given: Sequence[Program], known: set[str], programs: int, seconds: float
+    adapter: Adapter,
+    wide: ModelSubject,
+    given: Sequence[Program],
+    known: set[str],
+    programs: int,
+    seconds: float,
+    make: Callable[..., ModelSubject] = ModelSubject,
 ) -> list[Check]:
     """What exists in a model's own 16 bits alone; in a wider one where casts to 16 bits change nothing in the plain forward."""
     own = adapter.dtype in SIXTEEN
     try:
-        subject = ModelSubject(adapter, () if own else (torch.float32,))
+        subject = make(adapter, () if own else (torch.float32,))
         text = subject.tokens[:9]
         if not own and apart(subject.alone(text), wide.alone(text)) > wide.limit:
             return []  # The model alone casts: the ladder says so.
@@ -351,7 +438,7 @@ def programs_named(calls: str) -> list[Program]:
         InputError: One is neither.
     """
     texts = spec.split(ALL if calls == "all" else calls, ",")
-    return [call_named(text).program(LENGTH, STEPS, ("mask", "rows")) for text in texts]  # type: ignore[union-attr]
+    return [call_named(text).program(LENGTH, STEPS, ("mask", "rows", "join")) for text in texts]  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager

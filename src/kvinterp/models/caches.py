@@ -17,6 +17,8 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -151,8 +153,11 @@ class OwnCache:
             UnsupportedError: Rows cannot be removed from it.
         """
 
-    can_select: bool = False
-    """Whether sequences can be reordered, left out and appended."""
+    moves: frozenset[str] = frozenset()
+    """The methods that it has of :data:`MOVES`, by which its sequences are reordered, left out and appended."""
+
+    left: str = ""
+    """What the last :meth:`crop` left that it should not have, as the library's layers say, in a few words."""
 
     def will_crop(self) -> None:
         """Prepares an empty cache for :meth:`crop`."""
@@ -167,13 +172,28 @@ class OwnCache:
         raise UnsupportedError(f"a {name} cannot take positions back: leave the call out of the path.")
 
     def select(self, method: str, asked: Tensor | int) -> None:
-        """Goes on as other sequences by the library's method, such as ``reorder_cache``; only where :attr:`can_select`."""
+        """Goes on as other sequences by the library's method, such as ``reorder_cache``, where it is one of :attr:`moves`."""
 
     def join(self, other: OwnCache) -> None:
-        """Appends the sequences of another cache with as many positions; only where :attr:`can_select`."""
+        """Appends the sequences of another cache with as many positions, where :attr:`moves` has ``join``."""
 
     def take(self, layer: int, rows: Int[Tensor, "batch kv_head kept"]) -> None:
         """Removes all rows of a layer but these, numbered among the rows that are left."""
+
+
+MOVES = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave", "join")
+"""What moves the sequences of a cache: methods of transformers' caches, and ours that appends those of another cache."""
+
+
+def offers(cache: Any, method: str) -> bool:
+    """Whether a transformers cache offers a method: its class has one of its own, or transformers' asks layers that all do."""
+    owner = next((kind for kind in type(cache).__mro__ if method in vars(kind)), None)
+    if owner is None:
+        return False
+    if not owner.__module__.startswith("transformers."):
+        return True
+    layers = getattr(cache, "layers", None) or getattr(getattr(cache, "self_attention_cache", None), "layers", None)
+    return all(hasattr(layer, method) for layer in layers or ())
 
 
 def gather_rows(tensor: Tensor, rows: Int[Tensor, "batch kv_head kept"]) -> Tensor:
@@ -246,6 +266,10 @@ class CacheKind:
     def check(self, device: torch.device) -> None:
         """Raises UnsupportedError where it cannot be used on a device."""
 
+    def written(self, capacity: int) -> tuple[str, str]:
+        """What makes it in a line of Python beside a ``model``, and the line that imports what that needs."""
+        raise NotImplementedError
+
     def __str__(self) -> str:
         """The text form for the command line and tables."""
         return spec.text_of(self)
@@ -260,6 +284,10 @@ class Dynamic(CacheKind):
         from transformers import DynamicCache
 
         return DynamicCache(config=config)
+
+    def written(self, capacity: int) -> tuple[str, str]:
+        """A DynamicCache of the model's config."""
+        return "DynamicCache(config=model.config)", "from transformers import DynamicCache"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,6 +312,10 @@ class Offloaded(CacheKind):
         from transformers import DynamicCache
 
         return DynamicCache(config=config, offloading=True)
+
+    def written(self, capacity: int) -> tuple[str, str]:
+        """The same with the model's config."""
+        return "DynamicCache(config=model.config, offloading=True)", "from transformers import DynamicCache"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,6 +345,11 @@ class Static(CacheKind):
                 f"cache={self} has too little room for {capacity} positions: give static({capacity}) or static."
             )
         return StaticCache(config=config, max_cache_len=self.room or capacity)
+
+    def written(self, capacity: int) -> tuple[str, str]:
+        """With as much room."""
+        made = f"StaticCache(config=model.config, max_cache_len={self.room or capacity})"
+        return made, "from transformers import StaticCache"
 
 
 BACKENDS = {"quanto": ("optimum.quanto", "optimum-quanto"), "hqq": ("hqq", "hqq"), "fp8": ("torch", "torch")}
@@ -347,7 +384,7 @@ class Quantized(CacheKind):
         """
         from transformers import QuantizedCache
 
-        backend = self.backend or next((name for name in ("quanto", "hqq") if installed(BACKENDS[name][0])), "quanto")
+        backend = self._backend
         module, package = BACKENDS[backend]
         if not installed(module):
             alternative = "" if self.backend else ", or hqq"
@@ -356,6 +393,15 @@ class Quantized(CacheKind):
             return QuantizedCache(backend, config, **({} if backend == "fp8" else {"nbits": self.bits}))
         except (ImportError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise UnsupportedError(f"cache={self} cannot be made for {config.model_type}: {_sentence(error)}") from error
+
+    @property
+    def _backend(self) -> str:
+        return self.backend or next((name for name in ("quanto", "hqq") if installed(BACKENDS[name][0])), "quanto")
+
+    def written(self, capacity: int) -> tuple[str, str]:
+        """With its backend and bits."""
+        bits = "" if self._backend == "fp8" else f", nbits={self.bits}"
+        return f"QuantizedCache({self._backend!r}, model.config{bits})", "from transformers import QuantizedCache"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,14 +424,9 @@ class MadeBy(CacheKind):
         """
         from transformers import Cache
 
+        given = {"config": config, "max_cache_len": capacity}
         try:
-            parameters = inspect.signature(self.factory).parameters
-            arguments = {"config": config, "max_cache_len": capacity}
-            arguments = {name: value for name, value in arguments.items() if name in parameters}
-            required = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
-            if not arguments and len(required) == 1:
-                arguments = {required[0].name: config}
-            cache = self.factory(**arguments)
+            cache = self.factory(**{name: given[what] for name, what in self._arguments().items()})
         except (ImportError, TypeError, ValueError) as error:
             raise InputError(
                 f"cache={self} could not be made ({_sentence(error)}) Give a class or a function that takes nothing, or "
@@ -396,6 +437,27 @@ class MadeBy(CacheKind):
         if int(cache.get_seq_length()) or "update" in vars(cache):
             raise InputError(f"cache={self} made a cache that is in use already: make a new, empty one in every call.")
         return cache
+
+    def _arguments(self) -> dict[str, str]:
+        """What the factory is called with: by its parameters' names, ``config`` or ``max_cache_len``."""
+        parameters = inspect.signature(self.factory).parameters
+        arguments = {name: name for name in ("config", "max_cache_len") if name in parameters}
+        required = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+        return {required[0].name: "config"} if not arguments and len(required) == 1 else arguments
+
+    @property
+    def name(self) -> str:
+        """What Python calls the factory; ``make_cache`` for one without a name."""
+        name = str(getattr(self.factory, "__qualname__", ""))
+        return name if name.isidentifier() else "make_cache"
+
+    def written(self, capacity: int) -> tuple[str, str]:
+        """A call of the factory; it is imported where it has a name in a module."""
+        values = {"config": "model.config", "max_cache_len": f"{capacity}"}
+        made = f"{self.name}({', '.join(f'{name}={values[what]}' for name, what in self._arguments().items())})"
+        module = getattr(self.factory, "__module__", "__main__")
+        own = module == "__main__" or self.name != getattr(self.factory, "__qualname__", "")
+        return made, f"# {self.name} is yours" if own else f"from {module} import {self.name}"
 
     def __str__(self) -> str:
         """The module and name to import it from."""
@@ -477,13 +539,17 @@ def check_plain(kind: CacheKind, who: str) -> None:
 
 def _import_factory(text: str) -> Callable[..., Any]:
     module, _, name = text.partition(":")
+    # As Python itself would find it: the command is a script that lies elsewhere.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         factory: Any = importlib.import_module(module.strip())
         for part in name.strip().split("."):
             factory = getattr(factory, part)
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError(
-            f"cache {text!r} cannot be imported ({error}): expected package.module:Name of a class or function."
+            f"cache {text!r} cannot be imported ({error}): expected package.module:Name of a class or function that is "
+            "installed, or lies in the current folder."
         ) from error
     if not callable(factory):
         raise InputError(f"cache {text!r} is a {type(factory).__name__}: expected a class or function that makes a cache.")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KeysValuesRead, KVStore, ModelInfo
-from kvinterp.models.caches import CacheKind, OwnCache, add_reader, check_plain
+from kvinterp.models.caches import MOVES, CacheKind, OwnCache, add_reader, check_plain
 from kvinterp.models.hook_names import hook_name
 from kvinterp.models.hooks import Tap, routing_tap, wrapping_methods
 from kvinterp.models.native import copied
@@ -87,7 +87,7 @@ class _OwnCache(OwnCache):
         """The entry's own tensors."""
         return _transpose((self.model_cache[layer].past_keys, self.model_cache[layer].past_values))
 
-    can_select = True
+    moves = frozenset(MOVES)
 
     def crop(self, length: int) -> None:
         """Keeps the first positions of every entry."""

@@ -25,10 +25,10 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import InputError, UnsupportedError, named, out_of_memory
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore
 from kvinterp.models.cached_rows import NOT_READ
-from kvinterp.models.caches import KeysValues, OwnCache, add_reader, gather_rows
+from kvinterp.models.caches import MOVES, KeysValues, OwnCache, add_reader, gather_rows, offers
 from kvinterp.models.hooks import hooks_suspended
 
 # Until transformers 5.20 every quantised layer was a QuantizedLayer.
@@ -220,7 +220,7 @@ class TransformersCache(OwnCache):
         Raises:
             UnsupportedError: It is no DynamicCache of plain layers.
         """
-        if not self.can_select or self.model_cache.offloading:
+        if not self._plain or self.model_cache.offloading:
             name = "an offloaded cache" if self.model_cache.offloading else f"a {self.name}"
             raise UnsupportedError(
                 f"{kind} lets go of rows, and {name} cannot: leave the cache out of the path, or use a model whose "
@@ -230,9 +230,15 @@ class TransformersCache(OwnCache):
         self.model_cache.layer_class_to_replicate = ThinnedLayer
 
     @property
-    def can_select(self) -> bool:  # type: ignore[override]
+    def _plain(self) -> bool:
         """Whether it is a DynamicCache of plain layers."""
         return type(self.model_cache) is DynamicCache and is_attention_only(self.model_cache)
+
+    @property
+    def moves(self) -> frozenset[str]:  # type: ignore[override]
+        """Those that transformers or its own class offers; rows join where every layer is transformers' own and plain."""
+        asked = {method for method in MOVES if offers(self.model_cache, method)}
+        return frozenset(asked | ({"join"} if self._plain else set()))
 
     def will_crop(self) -> None:
         """Switches on the recording that transformers' assisted decoding switches on; older releases have none."""
@@ -243,15 +249,31 @@ class TransformersCache(OwnCache):
         try:
             # Every release reads a negative number as how many positions to remove.
             self.model_cache.crop(length - int(self.model_cache.get_seq_length()))
-        except (ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
-            why = str(error).rstrip(".")
+        # A cache may be anybody's.
+        except Exception as error:
+            if out_of_memory(error):
+                raise
             raise UnsupportedError(
-                f"a {self.name} of this model cannot take positions back ({why}): leave the call out of the path."
+                f"a {self.name} of this model cannot take positions back ({named(error)}): leave the call out of the path."
             ) from error
+        counts = {layer: int(self.model_cache.get_seq_length(layer)) for layer in range(len(self.model_cache.layers))}
+        off = [f"layer {layer} says that it holds {count}" for layer, count in counts.items() if count not in (length, 0)]
+        self.left = f"crop to {length} positions, after which {off[0]}" if off else ""
 
     def select(self, method: str, asked: Tensor | int) -> None:
-        """Runs a method of transformers', such as ``reorder_cache``."""
-        getattr(self.model_cache, method)(asked)
+        """Runs a method of transformers', such as ``reorder_cache``.
+
+        Raises:
+            UnsupportedError: It raises.
+        """
+        try:
+            getattr(self.model_cache, method)(asked)
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            raise UnsupportedError(
+                f"{method} of a {self.name} raises {named(error)}, so that no row was moved: leave the call out of the path."
+            ) from error
 
     def join(self, other: OwnCache) -> None:
         """Appends the sequences of the other cache to those of this one."""

@@ -18,10 +18,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, named, out_of_memory
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.cached_rows import CachedRows
+from kvinterp.models.caches import Dynamic
 from kvinterp.models.sites import ATTENDED_SITES
 from kvinterp.paths import programmed
 from kvinterp.paths.forwards import HookedForwards, in_chunks
@@ -109,7 +110,8 @@ class Runner:
         self.step, self._device = -1, self.adapter.device
         self.cache = "none"
         cached = path.form == "cached"
-        call, self._offers = path.call, ["mask"] * self.adapter.takes_mask + ["rows"] * cached
+        offers = [*["mask"] * self.adapter.takes_mask, *["rows", "join"] * cached]
+        call, self._offers = path.call, offers
         if call is not None:
             if len(prompt) > 1:
                 raise InputError(f"call={call} drives one prompt at a time, and {len(prompt)} were given together.")
@@ -122,8 +124,8 @@ class Runner:
             shapes = shapes if call is None else [programmed.room(program, prompt.shape[1], room)]
             stores = [path_store(self.adapter, path, *shape, ()) for shape in shapes]
             self.cache = "; ".join(dict.fromkeys(store.name for store in stores))
-            if not stores[0].can_select:
-                self._offers = [offer for offer in self._offers if offer != "rows"]
+            asked = {"rows": "batch_select_indices", "join": "join"}
+            self._offers = [offer for offer in self._offers if asked.get(offer) in (None, *stores[0].moves)]
         self._rows = self._rows_to_ask(prompt)
         self._store: Store | None = None
         # Without a store a forward reads the keys it made and no others.
@@ -172,7 +174,7 @@ class Runner:
         for hook in self.hooks:
             hook.begin_step(self.step)
         forwards = self._forwards
-        with self._asking():
+        with self._on_given_cache(), self._asking():
             logits = forwards.call(next, self._loop) if tokens is None else forwards.call(self._loop.send, tokens)
         for listener in forwards.listeners.get(LOGITS, ()):
             changed = listener(logits)
@@ -203,6 +205,23 @@ class Runner:
             self.adapter.rows_asked = True
         if rows.unread is not None:
             rows.unread.warn(f"path {self.path} of {self.adapter.facts.name}")
+
+    @contextlib.contextmanager
+    def _on_given_cache(self) -> Iterator[None]:
+        """What is raised in a forward on a cache that is not the model's own, which may be anybody's, is said in a sentence."""
+        try:
+            yield
+        except KvinterpError:
+            raise
+        except Exception as error:
+            if isinstance(self.path.cache, Dynamic) or out_of_memory(error):
+                raise
+            memory = None if self._store is None else self._store.library_cache
+            before = f", behind a {memory.left}," if memory is not None and memory.left else ""
+            raise UnsupportedError(
+                f"step {self.step} on a {self.cache}{before} raises {named(error)}: leave the call out of the path; "
+                f"kvinterp audit MODEL --cache {self.path.cache} says which use of the cache is wrong."
+            ) from error
 
     def _smoothed(self, path: ExecutionPath, prompt: Tensor, room: int) -> ExecutionPath:
         """The path with a policy that reads what a recompute path, run beside it, reads at the same step."""
@@ -238,8 +257,8 @@ class Runner:
         def aside(tokens: Tensor, after: int) -> Store:
             return path_store(self.adapter, path, len(tokens), tokens.shape[1], after, ())
 
-        def write(length: int, steps: int) -> Any:
-            return call.program(length, steps, self._offers)
+        def write(length: int, steps: int, more: Sequence[str] = ()) -> Any:
+            return call.program(length, steps, [*self._offers, *more])
 
         asked = prompt.to(self._device)
         return programmed.Lane(self.adapter, path.form, asked, room, path.chunk, write, begin, aside, view, {})
@@ -249,7 +268,7 @@ class Runner:
         why = self._lane.missing()
         if why:
             log.warning("call=%s was not exercised: %s", self.path.call, why)
-        return self._lane.witness | ({"not exercised": 1} if why else {})
+        return self._lane.witness | ({"not exercised": 1} if why else {}) | self._lane.left_out()
 
     def _begin(self) -> None:
         for hook in self.hooks:

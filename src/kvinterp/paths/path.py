@@ -113,7 +113,7 @@ class ExecutionPath:
         check_instance("call", self.call, get_args(Call), "a program, or use Cached(call='padded(left,5)')")
         assert self.call is not None
         rows = self.form == "cached"
-        program = self.call.program(LONG, SOME, ("mask", "rows") if rows else ("mask",))
+        program = self.call.program(LONG, SOME, ("mask", "rows", "join") if rows else ("mask",))
         if not rows and (isinstance(self.call, Program) if program.steps else program.rows.cache != "own"):
             raise InputError(
                 f"call={self.call} was given for recompute, which feeds its whole text at every step: give the rows alone, as in "

@@ -26,6 +26,7 @@ from kvinterp.programs.lines import Lines
 from kvinterp.programs.operations.crop import Crop, Draft
 from kvinterp.programs.operations.feed import Feed
 from kvinterp.programs.operations.generate import Generate
+from kvinterp.programs.operations.rows import Join, Moved
 from kvinterp.programs.program import Program
 from kvinterp.programs.running import Columns
 
@@ -98,7 +99,7 @@ class Lane(Columns):
         prompt: ``[1, position]``.
         steps: Most tokens that are fed after it.
         chunk: Most tokens of the prompt in one forward, or None.
-        write: Writes the program for a prompt of so many tokens and so many steps.
+        write: Writes the program for a prompt of so many tokens and so many steps; with what else a cache might offer.
         begin: Makes the store of a pass of rows, columns, and columns after them; None where there is none.
         aside: The same for another request, which nobody hears.
         view: Which part of a forward is shown.
@@ -111,7 +112,7 @@ class Lane(Columns):
     prompt: Tensor
     steps: int
     chunk: int | None
-    write: Callable[[int, int], Program]
+    write: Callable[..., Program]
     begin: Callable[[int, int, int], Any]
     aside: Callable[[Tensor, int], Any]
     view: View
@@ -149,6 +150,19 @@ class Lane(Columns):
         """What did not happen although the program stands for it, in a few words; empty where it ran as said."""
         proofs = dict(step.proof for step in self.write(self.prompt.shape[1], self.steps).steps)
         return next((sentence for name, sentence in proofs.items() if name and not self.witness.get(name)), "")
+
+    def left_out(self) -> dict[str, int]:
+        """What is left out of the program because the cache does not offer it, by name."""
+        if self.form == "recompute":
+            return {}
+        length, steps = self.prompt.shape[1], self.steps
+        ours, every = self.write(length, steps).steps, self.write(length, steps, ("rows", "join")).steps
+        kinds = {"no row was moved": Moved, "no row joined": Join}
+        return {
+            name: 1
+            for name, kind in kinds.items()
+            if any(isinstance(step, kind) for step in every) and not any(isinstance(step, kind) for step in ours)
+        }
 
     def count(self, name: str, count: int = 1) -> None:
         """Counts what happened."""
@@ -206,18 +220,28 @@ class Lane(Columns):
 
     def select(self, rows: list[int], method: str, asked: Any) -> None:
         """Goes on as these rows of the cache, by a method of the library's that is asked for them."""
-        if not self.store.can_select:
+        if method not in self.store.moves:
             raise UnsupportedError(
-                f"program {self.program} moves rows, and a {self.store.name} has none to move: leave the call out."
+                f"program {self.program} moves rows by {method}, which a {self.store.name} does not offer, so that no row was "
+                "moved: leave the call out."
             )
         if self.view.row not in rows:
             raise InputError(f"program {self.program} lets go of row {self.view.row}, in which the path's prompt stands.")
         self.store.select(method, asked if isinstance(asked, int) else asked.to(self.prompt.device))
+        self.count(f"rows moved by {method}", len(rows))
         self.goes_on_as(rows)
         self.view.row = rows.index(self.view.row)
 
     def join(self, ids: Tensor, cache: Any) -> None:
-        """Puts the row of another store under its own."""
+        """Puts the row of another store under its own.
+
+        Raises:
+            UnsupportedError: Its cache cannot be joined.
+        """
+        if "join" not in self.store.moves:
+            raise UnsupportedError(
+                f"program {self.program} lets a row join, and nothing appends rows to a {self.store.name}: leave the call out."
+            )
         self.store.join(cache)
         super().join(ids, cache)
 

@@ -193,9 +193,9 @@ class Store:
         return _put_back(read, filled_read, changed, filled)
 
     @property
-    def can_select(self) -> bool:
-        """Whether sequences can be moved, left out and joined by others."""
-        return self.memory.can_select
+    def moves(self) -> frozenset[str]:
+        """The methods by which sequences can be moved, left out and joined by others."""
+        return self.memory.moves
 
     def will_crop(self) -> None:
         """Told before the first forward that positions will be taken back, so that a window keeps what it may need again."""

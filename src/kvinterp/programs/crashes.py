@@ -12,8 +12,8 @@ from types import FrameType, TracebackType
 from torch import nn
 
 OURS, REFUSES, CRASHES = "ours", "refuses", "crashes"
-LIBRARIES = {"transformers", "transformer_lens", "transformers_modules"}
-"""Packages that hold models; that of a model's own class is asked besides."""
+LIBRARIES = {"transformers", "transformer_lens", "transformers_modules", "optimum", "hqq"}
+"""Packages that hold models or quantise caches; that of a model's own class is asked besides."""
 BELOW = sys.stdlib_module_names | {"torch", "numpy", "jaxtyping", "beartype"}
 """What raises for whoever called it."""
 MODES = ("__torch_function__", "__torch_dispatch__")
@@ -25,12 +25,13 @@ NUMBER = re.compile(r"^assert .*[=<>] ?\d")
 """How an assert is written that compares with a number."""
 
 
-def whose(error: BaseException, model: nn.Module | None) -> tuple[str, str]:
+def whose(error: BaseException, model: nn.Module | None, cache: object = None) -> tuple[str, str]:
     """Whether a library refuses (a ``raise`` of its own, with a sentence) or crashes, or kvinterp does; and file and line.
 
     Args:
         error: As it was caught.
         model: The model that ran; None where its user's own code did, whose ``raise`` and ``assert`` say what it takes.
+        cache: The cache that it ran on, whose class may be anybody's.
     """
     frames, at = list[TracebackType](), error.__traceback__
     while at is not None:
@@ -50,7 +51,8 @@ def whose(error: BaseException, model: nn.Module | None) -> tuple[str, str]:
             bare = isinstance(error, AssertionError) and not str(error) and bool(NUMBER.search(written))
             refuses, place = _says(error) or bare, f"{place}: {written}" if bare else place
         else:
-            refuses = _refuses(error) and package in LIBRARIES | (set() if model is None else _packages(model))
+            theirs = {_package(type(cache).__module__)} | (set() if model is None else _packages(model))
+            refuses = _refuses(error) and package in LIBRARIES | theirs
         return (REFUSES if refuses and met is frames[-1] and _raises(met) else CRASHES), place
     return OURS, ""
 

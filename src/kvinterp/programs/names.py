@@ -37,7 +37,7 @@ class Draught:
     Attributes:
         length: Tokens of the prompt.
         steps: Most tokens after it.
-        offers: ``"mask"``: rows may be padded; ``"rows"``: rows of the cache may be moved.
+        offers: ``"mask"``: rows may be padded; ``"rows"``: rows of the cache may leave; ``"join"``: and others join.
         rows: Its rows.
         prompt: What feeds the prompt.
         each: What feeds each token after it; nothing where the prompt's operations do.
@@ -179,7 +179,7 @@ class Batched(Name):
         pads = tuple(abs(row - own) % made.length * ("mask" in made.offers) for row in range(count))
         made.tells(pads=pads, own=own)
         for step in range(EVERY - 1, made.steps if "rows" in made.offers else 0, EVERY):
-            if step % (2 * EVERY) == 2 * EVERY - 1:
+            if step % (2 * EVERY) == 2 * EVERY - 1 and "join" in made.offers:
                 made.each[step].insert(0, Join())
                 count += 1
             elif count > 2:

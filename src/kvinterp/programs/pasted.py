@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from kvinterp.errors import named
+from kvinterp.models.caches import MadeBy
 from kvinterp.programs.operations.fork import Again
-from kvinterp.programs.running import Run, named
+from kvinterp.programs.running import Run
 from kvinterp.programs.subject import FunctionSubject, ModelSubject
 
 FROM_TRANSFORMERS = ("DynamicCache", "StaticCache", "EncoderDecoderCache")
@@ -43,9 +45,8 @@ def pasted(run: Run) -> str:
                 continue
             if run.wrong is not None:
                 control = [*run.lines[: run.lines.before], run.lines.control]
-                if run.lines.control and not _rounds(
-                    _said(run, _text(run, cast, control)), error, dtype or _dtype(subject)
-                ):
+                alone = run.wrong.pieces or not run.lines.control
+                if not alone and not _rounds(_said(run, _text(run, cast, control)), error, dtype or _dtype(subject)):
                     continue
                 run.wrong = dataclasses.replace(run.wrong, error=error)
             return text
@@ -60,6 +61,7 @@ def _text(run: Run, cast: str, body: Sequence[str]) -> str:
     lines += ["from transformers.modeling_outputs import BaseModelOutput"] * any(
         "BaseModelOutput(" in line for line in body
     )
+    lines += [] if (kind := run.subject.kind) is None or made else [kind.written(0)[1]]
     if any("TransformerLensKeyValueCache." in line for line in body):
         lines.append("from transformer_lens import TransformerLensKeyValueCache")
     if isinstance(run.subject, FunctionSubject):
@@ -68,9 +70,15 @@ def _text(run: Run, cast: str, body: Sequence[str]) -> str:
         lines.append(f"model = model.eval(){cast}  # yours: a {type(run.subject.model).__name__}")
     if run.wrong is not None:
         wrong, row = run.wrong, run.wrong.row
-        plain = run.subject.plain_line(run.wrong.text, **run.subject.reads(run.begins[row : row + 1]))
+        want = f"{run.subject.plain_line(run.wrong.text, **run.subject.reads(run.begins[row : row + 1]))}[0, -1]"
         body = [*body, *["model.forward = own"] * ("compiled" in run.uses)]
-        body += [f"got, want = {wrong.got}, {plain}[0, -1]"]
+        if wrong.pieces:
+            # What is right is the same cache without the use: this row alone, in the same pieces.
+            body += [f"got, text, alone = {wrong.got}, {wrong.text}, {run.subject.made(run.room)}"]
+            body += [f"for ids in text.split({[*wrong.pieces]}, 1):"]
+            body += [f"    want = model(ids, {run.subject.adapter.cache_name}=alone, use_cache=True).logits[0, -1]"]
+        else:
+            body += [f"got, want = {wrong.got}, {want}"]
         body += ["got, want = got[want.isfinite()], want[want.isfinite()]"] * (wrong.finite == "no")
         body += ['print(f"{float((got - want).abs().max() / want.abs().max()):.3g}")']
     elif run.lines.ends[0]:
@@ -117,6 +125,7 @@ def _said(run: Run, text: str) -> str | Exception:
         # As it was given: a cast of ours may have chosen other kernels, which nobody has who pastes the lines.
         given = copy.deepcopy(subject.given.model) if subject.lifted else subject.model
         names, state = {"model": given, **subject.names}, subject.adapter.own_state([])
+        names |= {subject.kind.name: subject.kind.factory} if isinstance(subject.kind, MadeBy) else {}
     elif isinstance(subject, FunctionSubject):
         names = {"full": subject.full, "step": subject.step}
     try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.common import spec
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, reason
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, named
 from kvinterp.programs.crashes import OURS, REFUSES, whose
 from kvinterp.programs.lines import FED, Lines
 from kvinterp.programs.program import Program
@@ -47,12 +47,6 @@ class OwnError(KvinterpError):
     """kvinterp itself raised."""
 
 
-def named(error: BaseException) -> str:
-    """An error's kind and what it says, to be quoted."""
-    kind, said = type(error).__name__, " ".join(reason(error).split())[:300].rstrip(". ")
-    return said if said.startswith(kind) else f"{kind}: {said}"
-
-
 @dataclasses.dataclass(frozen=True)
 class Wrong:
     """The logits that are furthest off: those of one token of one row.
@@ -64,6 +58,7 @@ class Wrong:
         text: The row's own tokens up to theirs, ``[1, position]``, as such an expression.
         finite: ``"no"`` where not all that are right are finite, as where a model masks words.
         sentence: What is said of it.
+        pieces: Where what is right is the same cache without the use: how many of the text's tokens each forward fed.
     """
 
     row: int
@@ -72,9 +67,11 @@ class Wrong:
     text: str
     finite: str = "yes"
     sentence: str = "row {row} is off by {error:.3g} of its largest logit"
+    pieces: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return self.sentence.format(row=self.row, error=self.error)
+        beside = " from the same cache without this use" if self.pieces else ""
+        return self.sentence.format(row=self.row, error=self.error) + beside
 
 
 class Columns:
@@ -155,6 +152,9 @@ class Run(Columns):
         # A program that says so goes further than those that are drawn.
         self.widest = widest = max((getattr(step, "width", 0) for step in program.steps), default=0)
         self.room = min(subject.context, max(subject.room, widest + 64 if widest > subject.room else 0)) + 1
+        subject.capacity = self.room
+        self.ends: list[int] = []
+        self.singly = 0
         self.uses: list[str] = []
         self.worst, self.ran = 0.0, 0
         self.raised = self.word = self.why = self.origin = ""
@@ -236,7 +236,7 @@ class Run(Columns):
 
     def _raised(self, error: Exception) -> tuple[str, str]:
         """Whose an error is: a library's own ``raise`` is a refusal, what breaks deeper is a crash."""
-        who, place = whose(error, self.model)
+        who, place = whose(error, self.model, self.cache)
         if who == OURS and self.model is None and isinstance(error, InputError):
             raise error
         self.raised = named(error)
@@ -244,7 +244,7 @@ class Run(Columns):
         # An UnsupportedError says that the model's own code does not offer it.
         if isinstance(error, UnsupportedError) or (who == REFUSES and self.subject.decodes):
             return REFUSED, said
-        if who == OURS and self.model is not None:
+        if who == OURS and self.model is not None and self.subject.kind is None:
             raise OwnError(f"{self.program}: kvinterp itself raised {said}: please report it.") from error
         try:
             if self.pending is not None:
@@ -380,6 +380,9 @@ class Run(Columns):
                 f"logits of {' x '.join(map(str, self.shape))} rows and columns for {len(self.texts)} x {count}"
             )
         worst: Wrong | None = None
+        padded = not bool(self.mask.all() & mask.all())
+        limit = self.subject.limit_of(len(self.texts), padded)
+        self.singly = logits.shape[1] - 1 if last else 0
         for row, text in enumerate(self.texts):
             columns = [-1] if newest else [*range(logits.shape[1])] if last else mask[row].nonzero().flatten().tolist()
             end = len(text) - (0 if later is None else int(later[row]))
@@ -389,15 +392,17 @@ class Run(Columns):
                 continue
             places = [columns[n] if kept is None else kept.index(columns[n]) for n in asked]
             got = logits[row][places]
-            want = self.right(got, text, begin, end, asked)
-            if self.subject.varies and not apart(got, want) <= self.subject.limit:
+            pieces = self._pieces(row, mask, len(columns) - 1 if last else 0) if self.subject.lossy else ()
+            itself = self._on_cache(text[:end], pieces)[begin:][asked] if pieces else None
+            want = self.right(got, text, begin, end, asked) if itself is None else itself
+            if self.subject.varies and not pieces and not apart(got, want) <= limit:
                 want = self.subject.alone(text[:end])[begin:]
                 if last:
                     want = torch.stack([self.subject.alone(text[: n + 1])[-1] for n in range(begin, end)])
                 want = want[asked]
             error = apart(got, want)
             self.worst = max(self.worst, error)
-            if not error <= self.subject.limit:
+            if not error <= limit:
                 each = [apart(a, b) for a, b in zip(got, want, strict=True)]
                 at = each.index(max(each))
                 if worst is None or each[at] > worst.error:
@@ -407,11 +412,31 @@ class Run(Columns):
                     generated = (at, len(columns)) if last else (0, 0)
                     known = self.lines.text(row, torch.cat([self.ids, ids], 1), real, generated)
                     finite = "yes" if bool(want[at].isfinite().all()) else "no"
-                    worst = Wrong(row, each[at], self.lines.got(row, places[at]), known, finite)
+                    starts, upto = itertools.accumulate(pieces, initial=0), begin + asked[at] + 1
+                    pieces = tuple(min(piece, upto - n) for piece, n in zip(pieces, starts, strict=False) if n < upto)
+                    worst = Wrong(row, each[at], self.lines.got(row, places[at]), known, finite, pieces=pieces)
         if worst is not None:
             self._excuse(ids, mask)
             self.wrong = worst
             raise WrongError(f"{worst}")
+
+    def _on_cache(self, text: list[int], pieces: tuple[int, ...]) -> Tensor:
+        """What the same cache gives without the use.
+
+        Raises:
+            UnsupportedError: It raises: a quantiser may not take one row of this length.
+        """
+        try:
+            return self.subject.on_cache(text, pieces)  # type: ignore[no-any-return]
+        except Exception as error:
+            raise UnsupportedError(f"the same cache without this use raises {named(error)}") from error
+
+    def _pieces(self, row: int, mask: Tensor, singly: int) -> tuple[int, ...]:
+        """How many of a row's own tokens each forward fed that is on the cache, and this one, whose last came singly."""
+        whole, end = torch.cat([self.mask[row], mask[row]]), self.mask.shape[1] + mask.shape[1]
+        ends = [0, *self.ends, end - singly, *range(end - singly + 1, end + 1)]
+        counts = [int(whole[begin:stop].sum()) for begin, stop in itertools.pairwise(ends)]
+        return tuple(count for count in counts if count)
 
     def right(self, got: Tensor, text: list[int], begin: int, end: int, asked: Sequence[int] | None = None) -> Tensor:
         """What these logits should be: as a longer text has them where they agree with that, or as this one has them.
@@ -449,6 +474,9 @@ class Run(Columns):
 
     def took(self, ids: Tensor, mask: Tensor, cache: Any) -> None:
         """The cache holds these columns now."""
+        end = self.ids.shape[1] + ids.shape[1]
+        self.ends += range(end - self.singly, end + 1)
+        self.pending = None
         self.put(ids, mask)
         self.cache, self.since = cache, self.since + ids.shape[1]
 
@@ -482,7 +510,8 @@ class Run(Columns):
         self.lines.note(f"ids = ids[:, :-{count}]")
         self.cache.crop(-count)
         self.texts, self.since = [text[:-count] for text in self.texts], 0
-        self.cut(self.ids.shape[1] - count)
+        self.cut(left := self.ids.shape[1] - count)
+        self.ends = [*(end for end in self.ends if end < left), left]
 
     def draft(self, count: int) -> tuple[()]:
         """Feeds a token and so many more, of which as many stay as are drawn."""
@@ -528,11 +557,15 @@ class Run(Columns):
     def fork(self, width: int) -> None:
         """Feeds a copy of the cache, judged."""
         self._needs_two_caches()
+        try:
+            twin = copy.deepcopy(self.cache)
+        except Exception as error:
+            raise UnsupportedError(f"copy.deepcopy of the cache raises {named(error)}") from error
         back = self.aside()
         ids, mask = self.columns(width)
         self.lines.append("kept = copy.deepcopy(cache)")
         self.lines.note("before = ids")
-        self.forward(ids, mask, copy.deepcopy(self.cache))
+        self.forward(ids, mask, twin)
         self.lines.append("cache = kept")
         self.lines.note("ids = before")
         back()

@@ -259,8 +259,9 @@ def search(
     kept = False
     tried_first = (*FIRST, *(OF_TRANSFORMER_LENS if subject.generates and not subject.native else ()))
     first = [program_named(text) for text in tried_first if beyond == "no"]
-    first = [program for program in first if subject.offers(program.rows)]
-    queue = itertools.chain(given, first, (drawn(draw, subject, beyond) for _ in itertools.count()))
+    first = [program for program in first if subject.offers(program.rows) and subject.holds(program)]
+    more = filter(subject.holds, (drawn(draw, subject, beyond) for _ in itertools.count()))
+    queue = itertools.chain(given, first, more)
     for program in queue:
         enough, over = len(found.wrong) >= faults, found.ran >= programs or time.process_time() - began > seconds
         if found.ran >= len(given) and (over or (enough and found.ran >= len(given) + len(first))):

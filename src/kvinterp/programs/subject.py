@@ -23,11 +23,12 @@ from torch.overrides import TorchFunctionMode
 
 from kvinterp.errors import InputError, UnsupportedError, shown
 from kvinterp.models import Adapter
+from kvinterp.models.caches import CacheKind
 from kvinterp.models.transformers_api import can_generate, greedy
 from kvinterp.models.transformers_cache import returned_cache
 from kvinterp.programs.crashes import REFUSES, whose
 from kvinterp.programs.lines import arguments
-from kvinterp.programs.program import ATTENTION, KEEP, MASKS, TOLD, Rows, mask_4d
+from kvinterp.programs.program import ATTENTION, KEEP, MASKS, TOLD, Program, Rows, mask_4d
 
 ROOM = 256
 """The most columns of a program."""
@@ -39,6 +40,10 @@ ALONE = 1e-3
 """How far off of itself alone a row of a batch is where the batch changes what is computed."""
 NOT_ONE = 0.03
 """A limit beyond which the forward is no one function of the text."""
+ASKED, SINGLY, PADS = 32, 8, 4
+"""Where a cache is asked how much it loses: tokens of a text, whole groups of most quantisers; those fed singly; and pads."""
+GOING = 8
+"""The most caches that are kept to go on from."""
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 LENGTHS = (
     "max_position_embeddings",
@@ -134,6 +139,11 @@ class Subject(abc.ABC):
         requests: ``"any"``, or ``"one"`` where it holds its cache itself, for one request at a time.
         decodes: Whether tokens that are fed singly are right, so that what it refuses besides is no fault.
         notes: What a reader should know of how it was run.
+        kind: The kind of cache that is asked about; None for the model's own.
+        loss: How far plain decoding on that cache is from the plain forward, of its largest logit.
+        lossy: Whether the cache loses, and is said to: what is right is then the same cache without the use.
+        crops_within: From no more columns than these are some taken back.
+        capacity: The most columns that a cache is made for.
     """
 
     name: str = ""
@@ -155,6 +165,9 @@ class Subject(abc.ABC):
     """The rows of the program that runs: how forwards are called."""
     choices: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
     """By a field of :class:`Rows`, what this model offers in it beside the plain choice."""
+    kind: CacheKind | None = None
+    loss, lossy, capacity = 0.0, False, ROOM
+    crops_within: float = float("inf")
 
     def __init__(self) -> None:
         self._alone: dict[tuple[int, ...], Tensor] = {}
@@ -213,6 +226,18 @@ class Subject(abc.ABC):
     def limit(self) -> float:
         """What is further off, of the largest logit, is wrong."""
         return float(self.noise**0.5)
+
+    def made(self, room: int) -> str:
+        """What makes a cache of the kind that is asked about, of so many columns, in Python; empty where none is."""
+        return "" if self.kind is None else self.kind.written(room)[0]
+
+    def limit_of(self, rows: int, padded: bool) -> float:
+        """The limit for so many rows, of which some have pads."""
+        return self.limit
+
+    def holds(self, program: Program) -> bool:
+        """Whether what is right is known of a program."""
+        return True
 
     def alone(self, text: Sequence[int], longer: str = "no") -> Tensor:
         """Logits of one row's own tokens, ``[position, vocabulary]``: what is right.
@@ -318,14 +343,26 @@ class ModelSubject(Subject):
     Args:
         adapter: The model; not touched but for what every forward does, and given back as it was.
         lifted: The types whose casts are lifted to float64, where the model is cast to it; empty: the model as it is.
+        kind: The kind of cache that is asked about; None for the model's own.
+        declared: Whether that cache is said to lose something.
     """
 
     uncompiled: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     """What the forward without a cache stands in where the model is compiled."""
 
-    def __init__(self, adapter: Adapter, lifted: Sequence[torch.dtype] = NARROW) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        lifted: Sequence[torch.dtype] = NARROW,
+        kind: CacheKind | None = None,
+        declared: bool = False,
+    ) -> None:
         super().__init__()
         self._known: dict[tuple[str, bool], dict[tuple[int, ...], Tensor]] = {}
+        self.kind, self._declared = kind, declared
+        self._on_cache: dict[tuple[tuple[int, ...], tuple[int, ...]], Tensor] = {}
+        self.nulls: dict[str, float] = {}
+        self._going: list[tuple[tuple[int, ...], tuple[int, ...], Any, Any]] = []
         self.given = adapter
         self.adapter = adapter if not lifted or adapter.dtype == torch.float64 else adapter.cast(torch.float64)
         self.lifted = lifted
@@ -348,6 +385,8 @@ class ModelSubject(Subject):
         with self.running():
             self.caches = self._caches()
         self.measure()
+        if kind is not None:
+            self._measure_cache()
         self.generates = can_generate(self.model) if self.native else hasattr(self.model, "generate")
 
     def _takes(self) -> frozenset[str]:
@@ -358,7 +397,83 @@ class ModelSubject(Subject):
         found = {n for size in sizes if 8 <= size <= self.room for n in (size - 1, size, size + 1) if n <= self.room}
         return tuple(sorted(found)) or (7,)
 
+    def _measure_cache(self) -> None:
+        """Measures what the cache loses, and where it is said to, how far it is from itself among more rows and behind pads."""
+        first = max(min(ASKED, self.room - SINGLY - PADS), 1)
+        length, pieces = first + SINGLY, (first, *[1] * SINGLY)
+        texts = [[self.token(draw) for _ in range(length)] for draw in (row_draw(0, row) for row in range(self.rows))]
+        declared = self._declared or any(isinstance(layer, quantised_layer()) for layer in self._layers)
+        try:
+            on_cache = [self.on_cache(text, pieces) for text in texts]
+        except Exception:  # The first program says it.
+            self.lossy = declared
+            return
+        self.loss = max(apart(made, self.alone(text)) for made, text in zip(on_cache, texts, strict=True))
+        self.lossy = declared and self.loss > self.limit
+        if not self.lossy:
+            return
+        self.crops_within = length
+        with contextlib.suppress(Exception):
+            rows = self._fed(self.tensor(texts), pieces)[0] if self.rows > 1 else on_cache
+            self.nulls["among more rows"] = max(apart(made, one) for made, one in zip(rows, on_cache, strict=True))
+        with contextlib.suppress(Exception):
+            widths = pieces[0] + PADS, *pieces[1:]
+            padded = [self._fed(self.tensor([[self.pad] * PADS + text]), widths, None, PADS)[0][0, PADS:] for text in texts]
+            self.nulls["behind pads"] = max(apart(made, one) for made, one in zip(padded, on_cache, strict=True))
+
+    @property
+    def _layers(self) -> Sequence[Any]:
+        return getattr(self.fresh(), "layers", ())
+
+    def limit_of(self, rows: int, padded: bool) -> float:
+        """For a cache that loses: the root of how far it is from itself so, where that is nearer its loss than the logits."""
+        kinds = ["among more rows"] * (rows > 1) + ["behind pads"] * padded
+        nulls = [null for kind in kinds if (null := self.nulls.get(kind, 0.0)) <= self.loss**0.5]
+        return float(max([self.noise, *nulls]) ** 0.5)
+
+    def holds(self, program: Program) -> bool:
+        """Told of a mask alone a model turns keys by other positions, and a cache that loses loses other things."""
+        alone = program.rows.told == "mask_alone" and any(program.rows.pads)
+        return not (self.lossy and (alone or program.rows.ways))
+
+    def fresh(self) -> Any:
+        """A new cache of the kind that is asked about."""
+        assert self.kind is not None
+        made = self.adapter.own_cache(self.kind, 1, self.capacity, self.adapter.dtype)
+        assert made is not None
+        return made.model_cache
+
+    def on_cache(self, text: Sequence[int], pieces: tuple[int, ...]) -> Tensor:
+        """Logits of one row's own tokens, ``[position, vocabulary]``, fed to a new cache of the kind in pieces of so many."""
+        key = tuple(text), pieces
+        if key not in self._on_cache:
+            begun = [one for one in self._going if key[0][: len(one[0])] == one[0] and pieces[: len(one[1])] == one[1]]
+            best = max(begun, key=lambda one: len(one[0]), default=((), (), None, None))
+            before, fed, cache, known = best
+            with self.running():
+                logits, cache = self._fed(self.tensor([key[0][len(before) :]]), pieces[len(fed) :], cache)
+            self._on_cache[key] = logits[0].clone() if known is None else torch.cat([known, logits[0]])
+            # A cache goes on from where it stands, and only from there.
+            self._going = [*(one for one in self._going if one is not best), (*key, cache, self._on_cache[key])][-GOING:]
+        return self._on_cache[key]
+
+    def _fed(self, ids: Tensor, pieces: Sequence[int], cache: Any = None, pads: int = 0) -> tuple[Tensor, Any]:
+        """Logits of all columns of these rows, of which the first may be pads, fed to a cache in pieces; and the cache."""
+        logits, mask = [], torch.ones_like(ids)
+        mask[:, :pads] = 0
+        with self.running():
+            for end, width in zip(itertools.accumulate(pieces), pieces, strict=True):
+                given = {} if not pads else {"attention_mask": mask[:, :end]}
+                if pads and self.offset is not None:
+                    given["position_ids"] = (mask[:, :end].cumsum(-1) - 1).clamp(min=0)[:, -width:] + self.offset
+                made, cache = self.feed(ids[:, end - width : end], cache, **given)
+                logits.append(made)
+        return torch.cat(logits, 1), cache
+
     def _caches(self) -> tuple[str, ...]:
+        if self.kind is not None:
+            self.fresh()
+            return ("own",)
         text = self.tensor([[self.token(random.Random(0)) for _ in range(4)]])
         made = self.feed(text, None)[1]
         if made is None:
@@ -420,7 +535,8 @@ class ModelSubject(Subject):
     @functools.cached_property
     def choices(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
         """Asked of the forward without a cache: what its signature has, what it does not refuse, and where it reads the mask."""
-        if not self.native:
+        # How else a forward is called is the model's own affair, whatever cache it is given.
+        if not self.native or self.kind is not None:
             return {}
         text = self.tokens[: min(7, self.room)]
         takes, ids, known = self.adapter.takes, self.tensor([text]), Rows((0,))
@@ -514,6 +630,7 @@ class ModelSubject(Subject):
 
     def feed(self, ids: Tensor, cache: Any, **told: Tensor) -> tuple[Tensor, Any]:
         """The forward that users call with the cache of the call before."""
+        cache = self.fresh() if cache is None and self.kind is not None else cache
         if self.way.ways:
             given = self._given(ids, told) | self._asked(ids.shape[1])
             given |= {} if cache is None else {self.adapter.cache_name: cache}
@@ -557,6 +674,8 @@ class ModelSubject(Subject):
         **more: Any,
     ) -> Any:
         """Transformers' own ``generate()``: greedy, so many tokens, none of them an end; of rows whose texts begin so."""
+        if cache is None and self.kind is not None and more.get("use_cache", True):
+            cache = self.fresh()
         known = {} if mask is None else {"attention_mask": mask}
         known |= {} if cache is None else {self.cache_name: cache}
         known |= {name: more.pop(name) for name in ("assistant_model", "inputs_embeds") if name in more}
@@ -576,6 +695,8 @@ class ModelSubject(Subject):
         """As its users call it."""
         name, cache = self.cache_name, {} if cached == "no" else {self.cache_name: "cache"}
         if self.native:
+            if cached == "no" and (made := self.made(self.capacity)):
+                cache = {name: made}
             given = self._written(ids, told, ids.shape[1], **cache, use_cache=True)
             return f"out = model({given}); logits, cache = out.logits, out.{name}"
         made, more = "cache = DynamicCache()", {name: "cache", "use_cache": True} if name else {}
@@ -779,6 +900,13 @@ def special_tokens(model: Any) -> frozenset[int]:
     config: Any = getattr(model, "config", None)
     named = config.to_dict() if hasattr(config, "to_dict") else {}
     return frozenset(value for name, value in named.items() if name.endswith("_token_id") and isinstance(value, int))
+
+
+def quantised_layer() -> Any:
+    """The class of transformers' layers that quantise what they keep."""
+    from kvinterp.models.transformers_cache import BaseQuantizedLayer
+
+    return BaseQuantizedLayer
 
 
 def _read(logits: Any) -> Tensor:

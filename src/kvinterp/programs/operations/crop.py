@@ -8,8 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
+from kvinterp.models.caches import offers
 from kvinterp.programs.program import Operation, Runs
 from kvinterp.programs.running import Run
+
+
+def croppable(cache: Any) -> bool:
+    """Whether a transformers cache offers to take columns back, by a method of its own or by layers that all say so."""
+    own = "crop" in dir(cache) and not type(cache).crop.__module__.startswith("transformers.")
+    return offers(cache, "crop") and (own or bool(getattr(cache, "is_croppable", False)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +35,7 @@ class Crop(Operation):
         """Where the library itself would: each layer can, and a window or a state is not asked for more than was fed since."""
         if not super().offered(run) or not run.subject.native or run.subject.stateful:
             return False
-        if not getattr(run.cache, "is_croppable", False) or not has(run.cache, "crop"):
+        if not croppable(run.cache) or run.ids.shape[1] > run.subject.crops_within:
             return False
         layers = {type(layer).__name__ for layer in getattr(run.cache, "layers", [None])}
         deep = self.count > run.since and layers != {"DynamicLayer"}
@@ -79,9 +86,3 @@ class Draft(Operation):
     def ahead(self) -> int:
         """The drafts."""
         return self.count
-
-
-def has(cache: Any, method: str) -> bool:
-    """Whether a cache and all its layers have a method."""
-    layers = getattr(cache, "layers", None) or getattr(getattr(cache, "self_attention_cache", None), "layers", None)
-    return hasattr(cache, method) and all(hasattr(layer, method) for layer in layers or ())

@@ -40,7 +40,9 @@ class Feed(Operation):
         return cls(draw.choice([few, few, some, edge]), draw.randint(0, 4), inner)
 
     def offered(self, run: Run) -> bool:
-        """Always, where there is room."""
+        """Always, where there is room; a cache that loses is not fed pads alone, which would move what it keeps whole."""
+        if run.subject.lossy and max(run.pads, default=0) >= (self.cut or self.width):
+            return False
         return run.ids.shape[1] + 2 <= run.room
 
     def do(self, run: Runs) -> Iterable[Tensor]:

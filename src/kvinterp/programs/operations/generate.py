@@ -107,6 +107,11 @@ class Generate(Operation):
             whole = self.how == "whole" and ("attention_mask" in takes or not any(run.program.rows.pads))
             texts = self.how == "texts" and getattr(run.model, "tokenizer", None) is not None
             return (whole or texts or self.how == "padded") and not run.filled
+        if subject.kind is not None and self.how in ("static", "uncached"):
+            return False
+        # What drafts and chunks leave of a cache that loses is another's by its own right.
+        if subject.lossy and (self.how == "chunks" or self.how in DRAFTING):
+            return False
         if self.how in UNEQUAL:
             return False
         if self.how == "static":
@@ -310,9 +315,11 @@ class Generate(Operation):
         cached = dict[str, str]()
         if run.cache is not None and self.how in ON_THE_CACHE:
             cached = {run.subject.cache_name: "cache"}
+        elif made := run.subject.made(run.room):
+            cached = {run.subject.cache_name: made}
         if self.how in ("assistant", "sampled_assistant"):
             run.lines += ASSISTANT
-            cached = {"assistant_model": "assistant"}
+            cached |= {"assistant_model": "assistant"}
         embedded = "inputs_embeds=model.get_input_embeddings()({})" if self._embeds(run) else "{}"
         embedded = f"{{}}.roll(1, 1), {embedded}" if self.how == "beside" else embedded
         # Else the number is that of other tokens.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvinterp.programs.operations.crop import has
+from kvinterp.models.caches import offers
 from kvinterp.programs.program import Operation, Runs
 from kvinterp.programs.running import Run
 from kvinterp.programs.subject import Subject
@@ -21,7 +21,7 @@ MOST = 6
 
 
 @dataclasses.dataclass(frozen=True)
-class _Moved(Operation):
+class Moved(Operation):
     """The rows of the cache are taken by one of its methods."""
 
     method: ClassVar[str]
@@ -30,7 +30,7 @@ class _Moved(Operation):
 
     def offered(self, run: Run) -> bool:
         """Where the cache and its layers have the method."""
-        moves = run.subject.native and has(run.cache, self.method) and run.subject.rows > 1
+        moves = run.subject.native and offers(run.cache, self.method) and run.subject.rows > 1
         return super().offered(run) and moves and not any(run.pads)
 
     @abc.abstractmethod
@@ -52,7 +52,7 @@ class _Moved(Operation):
 
 
 @dataclasses.dataclass(frozen=True)
-class Reorder(_Moved):
+class Reorder(Moved):
     """``reorder_cache``, as beam search does.
 
     Attributes:
@@ -73,7 +73,7 @@ class Reorder(_Moved):
 
 
 @dataclasses.dataclass(frozen=True)
-class Select(_Moved):
+class Select(Moved):
     """``batch_select_indices``, as contrastive search does.
 
     Attributes:
@@ -94,7 +94,7 @@ class Select(_Moved):
 
 
 @dataclasses.dataclass(frozen=True)
-class Repeat(_Moved):
+class Repeat(Moved):
     """``batch_repeat_interleave``, as several samples of one prompt do.
 
     Attributes:
@@ -125,7 +125,11 @@ class Join(Operation):
     def offered(self, run: Run) -> bool:
         """Where every layer holds keys and values and nothing else."""
         layers = getattr(run.cache, "layers", None) or [None]
-        plain = super().offered(run) and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
+        plain = (
+            super().offered(run)
+            and run.subject.kind is None
+            and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
+        )
         return plain and not any(run.pads) and run.subject.rows > 1
 
     def do(self, run: Runs) -> Iterable[Tensor]:

@@ -30,6 +30,7 @@ from kvinterp.auditing.verdict import VERDICTS
 from kvinterp.common.checks import check_choice
 from kvinterp.common.progress import Tell
 from kvinterp.models import dtype_named, load_model
+from kvinterp.models.caches import cache_named
 from kvinterp.study.cells import loaded
 from kvinterp.study.experiments.choices import check_file
 from kvinterp.study.experiments.kit import (
@@ -98,6 +99,17 @@ class Audit(Experiment):
         "Programs to run as well, such as 'rows(0+4)+feed(9)+crop(2)+feed(1)', or their names, such as "
         "padded(left,5),batched(8); or all.",
     )
+    cache: str | None = option(
+        None,
+        "Ask about another cache than the model's own, on this model: quantized(4), quantized(8,fp8), static, offloaded, or "
+        "your own class, package.module:Class.",
+        only=(lambda asked: asked.against is None, "a file of --against brings no cache; leave it out"),
+    )
+    lossy: bool = option(
+        False,
+        "Your own --cache is meant to lose something, as a quantised one does.",
+        only=(lambda asked: asked.cache is not None, "no cache was given; give one with --cache, or leave it out"),
+    )
     programs: int = option(60, "How many programs of the cache to run: each use once, then drawn ones (--seed).")
     seconds: float = option(40.0, "Processor seconds that the programs take at most.")
     allow: tuple[str, ...] = option((), "A verdict that should not fail, such as hidden-cast; may be given several times.")
@@ -138,7 +150,8 @@ class Audit(Experiment):
             dtype_named(rung.strip())
         if self.thorough and self.checks not in ("default", "thorough"):
             raise InputError(f"--thorough was given with --checks {self.checks!r}: leave one of the two out.")
-        for name, value in {"reach": self.reach, "calls": programs_named(self.calls)}.items():
+        asked = {"reach": self.reach, "calls": programs_named(self.calls), "cache": self.cache and cache_named(self.cache)}
+        for name, value in asked.items():
             if value and self.checks == "none":
                 raise InputError(f"--{name} was given with --checks none: leave one of the two out.")
 
@@ -171,6 +184,8 @@ class Audit(Experiment):
                     reach="yes" if self.reach else "no",
                     detail="everything",
                     progress=tell,
+                    cache=self.cache,
+                    lossy="yes" if self.lossy else "no",
                     **self.choices("steps", "seed", "allow", "lengths", "calls", "programs", "seconds"),
                 )
             else:
