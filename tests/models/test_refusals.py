@@ -75,3 +75,17 @@ def test_every_kind_stops_at_the_checkpoints_end_tokens(tiny, tmp_path):
         adapter = kv.load_model(tmp_path, kind=kind, dtype="float32", device="cpu")
         assert adapter.end_tokens == {2, 9}, kind
         assert adapter.at(torch.float64).end_tokens == {2, 9}, kind
+
+
+@pytest.mark.parametrize("ends", [1e20, 10**20, "2", True, 2.5, float("nan"), {}, [None], ["a"], [2, 1e20]])
+def test_an_end_token_that_is_no_token_is_a_sentence(tiny, ends):
+    """Defect: 1e20 in generation_config.json was a traceback of torch's where the tensor of end tokens is made."""
+    model = tiny("Llama")
+    model.generation_config.eos_token_id = ends
+    with pytest.raises(
+        InputError, match=r"stands in the GenerationConfig of .*: expected a token id, a list of ids, or null"
+    ):
+        kv.run(model, [1, 5, 6], "cached", max_new_tokens=3)
+    assert len(kv.run(model, [1, 5, 6], "cached", max_new_tokens=3, stop="length").tokens)
+    model.generation_config.eos_token_id = [2, -1, 10**6]
+    assert kv.wrap(model).end_tokens == {2, -1, 10**6}

@@ -411,3 +411,19 @@ def test_the_logit_difference_of_two_answers_is_a_distance(load, case):
     assert "logit difference" in found.figures()["recovery"].axes[0].get_ylabel()
     with pytest.raises(InputError, match="expected two answers of one token each"):
         swept(model, distance="logit_difference")
+
+
+def test_what_a_patch_of_keys_alone_cannot_change_on_the_cached_path_is_said(load):
+    """Defect: k recovered 0% and cache_k 84% of what a quantised cache changes, without a word why."""
+
+    def said(site, direction="into-cached"):
+        paths = {"cached": "cached+int4", "recompute": "recompute"}
+        found = kv.sweep(
+            load(NATIVE), PROMPT, site, "single", direction=direction, max_new_tokens=3, controls="none", **paths
+        )
+        return " ".join(found.sentences())
+
+    assert "what it stored at earlier steps (the prompt's keys too) stays as it is" in said("k")
+    assert "cache_k moves the keys that the cache holds and leaves its values as they are: kv moves both" in said("cache_k")
+    assert "moves" not in said("kv")
+    assert "moves" not in said("k", "into-recompute")

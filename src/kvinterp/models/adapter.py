@@ -24,7 +24,7 @@ from kvinterp.common.words import dtype_word
 from kvinterp.data.chat import prompt_ids
 from kvinterp.data.example import Prompt
 from kvinterp.data.tokenizing import ids_of
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, out_of_memory, reason
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, out_of_memory, reason, shown
 from kvinterp.models.attaching import Attaching, check_uncompiled
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.facts import ModelInfo
@@ -444,12 +444,25 @@ class Adapter(Attaching):
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """The token ids at which generation ends."""
+        """The token ids at which generation ends.
+
+        Raises:
+            InputError: A config or a tokenizer names something that is none.
+        """
         tokens: set[int] = set()
         config = getattr(self.source, "generation_config", None) or getattr(self.source, "config", None)
         for holder in (config, self.tokenizer):
             ends = getattr(holder, "eos_token_id", None)
-            tokens |= set(ends) if isinstance(ends, list | tuple) else {ends} if isinstance(ends, int) else set()
+            for end in ends if isinstance(ends, list | tuple) else () if ends is None else (ends,):
+                whole = type(end) is not bool and hasattr(type(end), "__index__")
+                # A negative one, or one behind the vocabulary, is how some checkpoints say that there is none.
+                if not whole or not -(2**63) <= int(end) < 2**63:
+                    raise InputError(
+                        f"eos_token_id={shown(ends)} stands in the {type(holder).__name__} of {self.facts.name}: expected a token "
+                        "id, a list of ids, or null; mend generation_config.json (or the tokenizer's files), or give "
+                        "stop='length' (--stop length)."
+                    )
+                tokens.add(int(end))
         return frozenset(tokens)
 
     def fingerprint(self) -> str:

@@ -68,7 +68,22 @@ def headline_of_sweep(sweep: Sweep) -> list[str]:
     elif low <= 0:
         place = f"No recovery is clearly above 0; {place}"
     lead = f"{upper(place)} most: {percent(best['median'])} of the {distance} ({setting})."
-    return [lead, *_unchanged_patches(sweep.recovery, ["sweep", "layer", "head", "positions"]), *lines]
+    idle = _unchanged_patches(sweep.recovery, ["sweep", "layer", "head", "positions"])
+    return [lead, *_out_of_reach(best["site"], summary["direction"]), *idle, *lines]
+
+
+def _out_of_reach(site: str, direction: str) -> list[str]:
+    """What a patch of new or of stored keys or values alone cannot change on the cached path, whatever it recovers."""
+    tensor = {"k": "keys", "v": "values"}.get(site.removeprefix("cache_"), "")
+    if direction != "into-cached" or not tensor:
+        return []
+    if site.startswith("cache_"):
+        other = "values" if tensor == "keys" else "keys"
+        return [f"{site} moves the {tensor} that the cache holds and leaves its {other} as they are: kv moves both."]
+    return [
+        f"{site} moves the {tensor} of the position that is fed, before the cache stores them: what it stored at earlier steps (the "
+        f"prompt's {tensor} too) stays as it is, quantised or not. cache_{site} moves stored {tensor}, kv both."
+    ]
 
 
 def _unchanged_patches(table: pd.DataFrame, labels: list[str]) -> list[str]:
