@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvinterp
+from command_line import kvinterp as kvinterp_command
 from command_line import parsed
 from kvinterp.common import spec
 from kvinterp.programs.names import OPERATIONS, program_named
@@ -47,6 +50,66 @@ def test_every_command_that_is_written_is_one() -> None:
     assert len(asked) > 35
     for arguments in asked:
         parsed(arguments)
+
+
+NOT_RUN = re.compile(r"<!-- not run: (\S[^>\n]*) -->\n$")
+"""What stands above a block of commands that no test runs: why."""
+SMALLER = {
+    "audit": ("--lengths", "5", "--programs", "3", "--rungs", "float64"),
+    "paper": ("zoo:llama-mini", "--strategy", "greedy"),
+    "kernels": ("--sizes", "2,5"),
+    "show": ("--no-open",),
+}
+"""What is added to a command, by its name, so that it is quick; the last of an option that is given twice counts."""
+FEW = ("--prompts", "arithmetic:1", "--max-new-tokens", "3", "--overwrite")
+
+
+def run_blocks() -> dict[str, list[str]]:
+    """The lines of the blocks that are not marked as not run, by their page."""
+    found: dict[str, list[str]] = {}
+    for page in (ROOT / "README.md", *PAGES):
+        text = page.read_text(encoding="utf-8")
+        for block in re.finditer(r"(?ms)^```bash\n(.*?)^```", text):
+            if NOT_RUN.search(text[: block.start()]) is None:
+                found.setdefault(page.relative_to(ROOT).as_posix(), []).extend(block[1].splitlines())
+    return found
+
+
+def made_smaller(line: str) -> list[str]:
+    """The arguments of a command of kvinterp, with little to do."""
+    arguments = shlex.split(line.partition(" | ")[0].replace("MODEL", "zoo:gqa2-mini"), comments=True)[1:]
+    name = next(word for word in arguments if word != "study")
+    few = FEW if name in ("compare", "patch", "decompose", "paper") and "--examples" not in arguments else ()
+    return [*arguments, *SMALLER.get(name, ()), *few]
+
+
+@pytest.mark.slow
+def test_every_command_runs_or_is_marked_as_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/evaluators.md had a command that failed on a machine without CUDA, and on its model anywhere. CI runs this test."""
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    asked = run_blocks()
+    assert len(asked) > 8
+    for page, lines in asked.items():
+        folder = tmp_path / page
+        folder.mkdir(parents=True)
+        monkeypatch.chdir(folder)
+        for line in lines:
+            words = line.split()
+            if line.startswith("kvinterp "):
+                if words[1] == "show" and not Path(words[2]).exists():
+                    assert kvinterp_command("compare", "zoo:gqa2-mini", *FEW, "--out", words[2]).exit_code == 0
+                made = kvinterp_command(*made_smaller(line))
+                # An audit of what is wrong leaves with 1.
+                assert made.exit_code == 0 or (words[1], made.exit_code) == ("audit", 1), (page, line, made.output)
+            elif line.startswith("python -c "):
+                subprocess.run([sys.executable, *shlex.split(line)[1:]], check=True)
+            elif line.startswith("python -m kvinterp.lm_eval "):
+                assert line in (ROOT / "docs" / "evaluators.md").read_text(
+                    encoding="utf-8"
+                )  # tests/behaviour/test_evaluators.py.
+            else:
+                assert words[0] == "make", f"{page}: no test runs {line!r}: write <!-- not run: why --> above its block"
+                assert f"part make {words[1]}" in ci, f"{page}: CI runs no {line!r}"
 
 
 def test_every_public_name_is_on_the_page_of_the_api() -> None:

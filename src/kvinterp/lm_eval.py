@@ -6,6 +6,7 @@ windows and truncation are those of the harness's own class for transformers mod
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import json
@@ -13,11 +14,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lm_eval.__main__ import cli_evaluate
+from lm_eval._cli import HarnessCLI
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
+from lm_eval.config.evaluate_config import EvaluatorConfig
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, setup_logging
 from torch import Tensor
 
 from kvinterp.common.checks import check_whole
@@ -27,6 +29,7 @@ from kvinterp.data.chat import render
 from kvinterp.data.tokenizing import ids_of
 from kvinterp.errors import InputError, KvinterpError, shown
 from kvinterp.models import load_model, wrap
+from kvinterp.models.load import device_named
 from kvinterp.paths import ExecutionPath, Greedy, Strategy, TopK, TopP, path_named
 from kvinterp.study.behaviour.decoding import Likelihood, likelihoods, prefilled, write
 
@@ -77,6 +80,12 @@ class PathLM(TemplateLM):
         self.counts: collections.Counter[str] = collections.Counter(
             requests=0, answered_by_prefill=0, truncated=0, sampled=0
         )
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> PathLM:
+        """Makes one as the harness does; what ``--model_args`` gives goes before its own options, as for the device."""
+        given = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        return cls(**{**given, **arg_dict})
 
     # Text and tokens ---------------------------------------------------------------------------------------------------
 
@@ -249,12 +258,38 @@ class _TopKTopP(Strategy):
 
 
 def main() -> None:
-    """The harness's own command line; an error of kvinterp's is one sentence and exit code 2."""
+    """The harness's own command line; an error of kvinterp's, or a package that a task needs, is one sentence and exit code 2."""
+    setup_logging()
+    harness = HarnessCLI()
     try:
-        cli_evaluate()
+        harness.execute(_with_device(harness.parse_args()))
     except KvinterpError as error:
-        echo(f"error: {error}", err=True)
-        sys.exit(2)
+        _refuse(str(error))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] in ("kvinterp", "lm_eval"):
+            raise
+        _refuse(
+            f"the package {error.name} is missing, which a task that was asked for imports: install it; "
+            "pip install 'kvinterp[eval]' brings IFEval's."
+        )
+
+
+def _refuse(said: str) -> None:
+    echo(f"error: {said}", err=True)
+    sys.exit(2)
+
+
+def _with_device(given: argparse.Namespace) -> argparse.Namespace:
+    """Arguments that name the device that every command of kvinterp takes, where neither they nor their file name one.
+
+    The harness would take ``cuda:0``, whether or not there is one.
+    """
+    if "device" not in given:
+        return given  # Of a command that runs no model.
+    told = EvaluatorConfig.load_yaml_config(given.config) if given.config else {}
+    if (given.model or told.get("model")) == "kvinterp" and not (given.device or told.get("device")):
+        given.device = str(device_named(None))
+    return given
 
 
 # By its import name: run as a program this file is another module than the one that is imported.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import importlib.metadata
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,8 +28,10 @@ from plain import plain_loop
 from support import Case
 
 harness = pytest.importorskip("kvinterp.lm_eval")
+lm_eval = pytest.importorskip("lm_eval")
 
 PROMPTS = load_prompts("arithmetic:8")
+ROOT = Path(__file__).parents[2]
 TASKS = Path(__file__).with_name("tasks")
 Load = Callable[..., Adapter]
 
@@ -80,29 +86,65 @@ def test_a_tasks_score_is_our_own_scorers_on_the_same_prompts() -> None:
 
 @pytest.mark.slow
 def test_the_harnesss_own_command_takes_it(tmp_path: Path) -> None:
-    """The line of docs/evaluators.md, in a process of its own."""
-    given = "model=zoo:gqa2-mini,path=cached[cache=float32]"
-    line = [
-        "--model",
-        "kvinterp",
-        "--model_args",
-        given,
-        "--tasks",
-        "kv_problems",
-        "--include_path",
-        str(TASKS),
-        "--device",
-        "cpu",
-    ]
-    command = [sys.executable, "-m", "kvinterp.lm_eval", *line, "--output_path", str(tmp_path)]
-    made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    """The line of docs/evaluators.md that is not marked as not run, as it stands, in a process of its own."""
+    page = (ROOT / "docs" / "evaluators.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"(?m)(?<!-->)\n```bash\n(python -m kvinterp\.lm_eval .*)\n```", page)
+    _, *arguments = shlex.split(line.replace("out/q8_0", str(tmp_path)))
+    made = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert made.returncode == 0, made.stderr[-3000:]
     (written,) = tmp_path.rglob("results_*.json")
     found = json.loads(written.read_text())
-    assert found["config"]["path"] == "cached[cache=float32]"
-    # Their K and V are kept in float32, where float16's are exact.
-    own = own_scores()
+    assert found["config"]["path"] == "cached+q8_0"
+    adapter = kv.load_model("zoo:llama64-mini", kind="native")
+    traces = [kv.run(adapter, prompt, "cached+q8_0", max_new_tokens=20) for prompt in PROMPTS]
+    own = [score(prompt, adapter.decode(trace.tokens)) for prompt, trace in zip(PROMPTS, traces, strict=True)]
     assert found["results"]["kv_problems"]["exact_match,final"] == sum(own) / len(own)
+
+
+class Harness:
+    """The harness's command line, which says what it would run, or raises."""
+
+    def __init__(self, given: dict[str, Any], raised: Exception | None = None) -> None:
+        self.given, self.raised = {"model": "kvinterp", "device": None, "config": None, **given}, raised
+
+    def parse_args(self) -> argparse.Namespace:
+        return argparse.Namespace(**self.given)
+
+    def execute(self, given: argparse.Namespace) -> None:
+        self.ran = given
+        if self.raised is not None:
+            raise self.raised
+
+
+@pytest.mark.parametrize(
+    ("given", "file", "there", "named"),
+    [
+        ({}, "", False, "cpu"),
+        ({}, "", True, "cuda"),
+        ({"device": "cuda:1"}, "", False, "cuda:1"),
+        ({"model": "hf"}, "", False, None),
+        ({"model": None}, "model: kvinterp", False, "cpu"),
+        ({}, "device: cuda:0", False, None),
+    ],
+)
+def test_the_device_is_that_of_every_command(
+    given: dict[str, Any], file: str, there: bool, named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --device the harness asks for cuda:0, which every machine without one refused; one that is named is asked for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    if file:
+        (tmp_path / "it.yaml").write_text(file)
+        given = {**given, "config": str(tmp_path / "it.yaml")}
+    command = Harness(given)
+    monkeypatch.setattr(harness, "HarnessCLI", lambda: command)
+    harness.main()
+    assert command.ran.device == named
+
+
+def test_what_model_args_name_goes_before_the_harnesss_own() -> None:
+    given = {"model": "zoo:gqa2-mini", "device": "cpu"}
+    made = harness.PathLM.create_from_arg_obj(given, {"device": "cuda:0", "batch_size": 1, "max_batch_size": None})
+    assert str(made.device) == "cpu"
 
 
 def test_what_is_wrong_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,13 +153,28 @@ def test_what_is_wrong_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(kv.InputError, match="batch_size='auto' was given"):
         harness.PathLM("zoo:gqa2-mini", batch_size="auto", device="cpu")
 
-    def refused() -> None:
-        raise kv.InputError("no such thing")
+    missing = ModuleNotFoundError("No module named 'langdetect'", name="langdetect")
+    for raised, said in (
+        (kv.InputError("no such thing"), "error: no such thing\n"),
+        (missing, "error: the package langdetect is"),
+    ):
+        monkeypatch.setattr(harness, "HarnessCLI", lambda raised=raised: Harness({"device": "cpu"}, raised))
+        with pytest.raises(SystemExit) as left:
+            harness.main()
+        error = capsys.readouterr().err
+        assert (left.value.code, error.count("\n")) == (2, 1)
+        assert error.startswith(said)
 
-    monkeypatch.setattr(harness, "cli_evaluate", refused)
-    with pytest.raises(SystemExit) as left:
-        harness.main()
-    assert (left.value.code, capsys.readouterr().err) == (2, "error: no such thing\n")
+
+def test_the_extra_brings_what_ifeval_imports() -> None:
+    """`--tasks ifeval` was a traceback: its checker imports packages that the harness has in an extra of its own."""
+    assert re.search(r'(?m)^eval = \["lm-eval\[ifeval\]', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    brought = [one for one in importlib.metadata.requires("lm_eval") or () if re.search("extra == .ifeval.", one)]
+    folder = Path(lm_eval.__file__).parent / "tasks" / "ifeval"
+    source = "".join((folder / name).read_text() for name in ("instructions.py", "instructions_util.py"))
+    imported = set(re.findall(r"(?m)^(?:import|from) (\w+)", source)) - set(sys.stdlib_module_names)
+    names = {re.split(r"[^\w-]", one)[0] for one in brought}
+    assert imported - {"packaging", "lm_eval"} <= names
 
 
 @pytest.mark.bits
