@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from architectures import build, some
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer
 import kvinterp as kv
 from kvinterp.auditing import RUNGS, VERDICTS, audit
 from kvinterp.auditing.building import random_model
+from kvinterp.auditing.ladder import PrecisionRun
 from kvinterp.models import wrap, zoo
 from kvinterp.models.hooks import first_of
 from kvinterp.study.report.audit import issue_tables, told_apart
@@ -311,10 +313,23 @@ def test_the_layer_table_is_a_plain_loops(name: str) -> None:
     assert called[1] == "hidden_states[1]"
     assert called[-2:] == [
         "the last block's output, before the final norm",
-        f"hidden_states[{len(full.hidden_states) - 1}]: after the final norm",
+        "hidden_states[-1]: after the final norm",
     ]
     assert logits.rows == [[f"{gaps[-1].max().item():.6e}", f"{gaps[-1].mean().item():.6e}", str(torch.equal(*sides[-1]))]]
     assert [row[-1] for row in top.rows] == [repr(tokenizer.decode([index])) for index in rung.top["index"]]
+
+
+def test_what_a_block_returned_in_each_of_its_runs_has_its_own_name() -> None:
+    gaps = {"max_abs": 0.0, "mean_abs": 0.0, "position": 9, "prefill": 9}
+    rows = [(-1, "output"), (0, "output"), (0, "output"), (1, "output"), (1, "output"), (2, "normed"), (2, "output")]
+    layers = pd.DataFrame([{"layer": layer, "part": part, **gaps} for layer, part in rows])
+    top = pd.DataFrame({"index": [3], "recompute": [1.0], "cached": [1.0], "difference": [0.0]})
+    (_, _, shown), _ = issue_tables(PrecisionRun("float32", torch.float32, layers=layers, top=top))
+    assert [row[-1] for row in shown.rows] == [
+        "hidden_states[0]: the embedding",
+        *(f"block {block}'s output, run {run} of 2" for block in (0, 1) for run in (1, 2)),
+        "hidden_states[-1]: after the final norm",
+    ]
 
 
 def test_two_different_logits_look_different() -> None:

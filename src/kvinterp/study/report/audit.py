@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -165,8 +166,8 @@ def issue_tables(rung: PrecisionRun) -> tuple[list[Table], str]:
         "The logits, full forward against prefill and decode": [{**_gap(logits), "Equal": str(logits["max_abs"] == 0)}],
         "Those that differ most": top,
         "Hidden states": [
-            {"Layer": str(row["layer"] + (row["part"] != NORMED)), **_gap(row), "Tensor": _tensor_of(row, layers)}
-            for row in layers
+            {"Layer": str(row["layer"] + (row["part"] != NORMED)), **_gap(row), "Tensor": name}
+            for row, name in zip(layers, _hidden_states(layers), strict=True)
         ],
     }
     return [dataclasses.replace(table_of_rows(rows), caption=caption) for caption, rows in tables.items()], title
@@ -176,15 +177,23 @@ def _gap(row: Row) -> dict[str, str]:
     return {"Max Abs Diff": f"{row['max_abs']:.6e}", "Mean Abs Diff": f"{row['mean_abs']:.6e}"}
 
 
-def _tensor_of(row: Row, layers: Sequence[Row]) -> str:
-    """Which of transformers' ``hidden_states`` a row is; what the last block returned is none of them."""
-    count = max(each["layer"] for each in layers if each["part"] != NORMED) + 1
-    if row["part"] == NORMED:
-        return f"hidden_states[{count}]: after the final norm"
-    if row["layer"] == EMBEDDING:
-        return "hidden_states[0]: the embedding"
-    last = row["layer"] + 1 == count
-    return "the last block's output, before the final norm" if last else f"hidden_states[{row['layer'] + 1}]"
+def _hidden_states(layers: Sequence[Row]) -> Iterator[str]:
+    """Which of transformers' ``hidden_states`` each row is; what the last block returned is none of them."""
+    runs = collections.Counter(row["layer"] for row in layers if row["part"] != NORMED)
+    seen = collections.Counter[int]()
+    for row in layers:
+        layer = row["layer"]
+        seen[layer] += 1
+        if row["part"] == NORMED:
+            yield "hidden_states[-1]: after the final norm"
+        elif layer == EMBEDDING:
+            yield "hidden_states[0]: the embedding"
+        elif max(runs.values()) > 1:
+            # Which of them is which hidden state is the model's own affair.
+            yield f"block {layer}'s output, run {seen[layer]} of {runs[layer]}"
+        else:
+            last = layer == max(runs)
+            yield "the last block's output, before the final norm" if last else f"hidden_states[{layer + 1}]"
 
 
 def told_apart(pairs: Sequence[tuple[float, float]]) -> list[tuple[str, str]]:
