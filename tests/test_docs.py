@@ -55,7 +55,7 @@ def test_every_command_that_is_written_is_one() -> None:
 NOT_RUN = re.compile(r"<!-- not run: (\S[^>\n]*) -->\n$")
 """What stands above a block of commands that no test runs: why."""
 SMALLER = {
-    "audit": ("--lengths", "5", "--programs", "3", "--rungs", "float64"),
+    "audit": ("--lengths", "5", "--steps", "1", "--programs", "1", "--seconds", "1", "--rungs", "float64"),
     "paper": ("zoo:llama-mini", "--strategy", "greedy"),
     "kernels": ("--sizes", "2,5"),
     "show": ("--no-open",),
@@ -79,8 +79,8 @@ def made_smaller(line: str) -> list[str]:
     """The arguments of a command of kvinterp, with little to do."""
     arguments = shlex.split(line.partition(" | ")[0].replace("MODEL", "zoo:gqa2-mini"), comments=True)[1:]
     name = next(word for word in arguments if word != "study")
-    few = FEW if name in ("compare", "patch", "decompose", "paper") and "--examples" not in arguments else ()
-    return [*arguments, *SMALLER.get(name, ()), *few]
+    few = FEW if name in ("compare", "patch", "decompose", "paper") else ()
+    return [*arguments, *SMALLER.get(name, ()), *few, *("--examples", "1") * ("--examples" in arguments)]
 
 
 @pytest.mark.slow
