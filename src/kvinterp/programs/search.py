@@ -114,7 +114,7 @@ def _called(rows: Rows, steps: tuple[Operation, ...], subject: Subject) -> Rows:
         return rows
     changed: Any = {(name := draw.choice(offered)): draw.choice(subject.choices[name])}
     made = dataclasses.replace(rows, **changed)
-    # Flex attention on a static cache is wrong in transformers (docs/upstream/flex_static.md): not whoever's model is asked about.
+    # Flex attention on a static cache is wrong in transformers (docs/upstream/flex_static.md), whatever model is asked about.
     static = rows.cache == "static" or any(isinstance(step, Generate) and step.how == "static" for step in steps)
     return rows if not subject.offers(made) or (static and made.attention == "flex_attention") else made
 
