@@ -29,6 +29,26 @@ def greedy(steps: int, **options: Any) -> Any:
     )
 
 
+def looks_for_packed_texts(forward: Callable[[], object]) -> bool:
+    """Whether a forward has transformers look for texts packed in one row, which it finds in positions and keeps apart."""
+    from transformers import masking_utils
+
+    own, calls = getattr(masking_utils, "find_packed_sequence_indices", None), list[int]()
+    if own is None:
+        return False
+
+    def found(*given: Any, **more: Any) -> Any:
+        calls.append(1)
+        return own(*given, **more)
+
+    masking_utils.find_packed_sequence_indices = found
+    try:
+        forward()
+    finally:
+        masking_utils.find_packed_sequence_indices = own
+    return bool(calls)
+
+
 def from_config(config: Any, attention: str | None, trusted: bool) -> Any:
     """Makes a causal model with random weights; ``trusted``: code that came with the config may run."""
     from transformers import AutoModelForCausalLM

@@ -244,6 +244,9 @@ class Run(Columns):
         # An UnsupportedError says that the model's own code does not offer it.
         if isinstance(error, UnsupportedError) or (who == REFUSES and self.subject.decodes):
             return REFUSED, said
+        if "compiled" in self.uses and getattr(self.subject, "lifted", None):
+            # What lifts casts is traced with the model, and nobody runs it so.
+            return REFUSED, f"compiled in float64 it raises {said}"
         if who == OURS and self.model is not None and self.subject.kind is None:
             raise OwnError(f"{self.program}: kvinterp itself raised {said}: please report it.") from error
         try:

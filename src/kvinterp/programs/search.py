@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvinterp.programs.names import OPERATIONS, program_named
+from kvinterp.programs.operations.compile import Compile
 from kvinterp.programs.operations.feed import Feed
 from kvinterp.programs.operations.fork import Again
 from kvinterp.programs.operations.generate import Generate
-from kvinterp.programs.program import CACHES, PADS, TOLD, Operation, Program, Rows
+from kvinterp.programs.program import CACHES, MASKS, PADS, TOLD, Operation, Program, Rows
 from kvinterp.programs.running import PADDED, RIGHT, WRONG, Run
 from kvinterp.programs.subject import Subject
 
@@ -70,6 +71,7 @@ FIRST = (
     "rows(0)+generate(5,4,sampled)",
     "rows(0)+generate(5,6,sampled_assistant)",
     "rows(0)+feed(6)+spoil()+feed(2,1)",
+    "rows(0)+feed(5)+compile(eager)+feed(1)",
 )
 """What is tried first: each use once."""
 
@@ -145,6 +147,23 @@ def smaller(program: Program) -> Iterator[Program]:
     for i, step in enumerate(steps):
         for other in step.smaller():
             yield Program(rows, (*steps[:i], other, *steps[i + 1 :]))
+
+
+def _called_plainly(subject: Subject, one: Run) -> Run:
+    """The run of the same program called with ids and a mask, where that is wrong too: its way of calling is no part of it."""
+    rows = one.program.rows
+    told = TOLD[0] if rows.told in MASKS else rows.told
+    plain = dataclasses.replace(rows, told=told, fed=Rows.fed, asks=Rows.asks, attention=Rows.attention)
+    if plain == rows:
+        return one
+    other = tried(subject, Program(plain, one.program.steps))
+    other.ran = one.ran
+    return other if other.word == WRONG else one
+
+
+def _affordable(subject: Subject, program: Program) -> bool:
+    """Whether a program is tried without being asked for: a decode step is compiled where that takes seconds."""
+    return subject.compiles or not any(isinstance(step, Compile) for step in program.steps)
 
 
 def _padded(rows: Rows, row: int, pads: int) -> Rows:
@@ -260,6 +279,7 @@ def search(
     tried_first = (*FIRST, *(OF_TRANSFORMER_LENS if subject.generates and not subject.native else ()))
     first = [program_named(text) for text in tried_first if beyond == "no"]
     first = [program for program in first if subject.offers(program.rows) and subject.holds(program)]
+    first = [program for program in first if _affordable(subject, program)]
     more = filter(subject.holds, (drawn(draw, subject, beyond) for _ in itertools.count()))
     queue = itertools.chain(given, first, more)
     for program in queue:
@@ -274,12 +294,15 @@ def search(
             found.tried.update(one.uses)
             found.worst = max(found.worst, one.worst)
         elif one.word == WRONG and not kept and not known & set(map(base_of, one.uses)):
+            one = _called_plainly(subject, one)
+            if known & set(map(base_of, one.uses)):
+                continue
             # What was right and no longer is met something that was kept in between, which explains whatever follows.
             kept = right is not None and tried(subject, right).word == WRONG
             one = one if enough else least(subject, one, seconds / 4, "yes" if kept else "no")
             if not known & set(map(base_of, one.uses)):
                 found.wrong.append(one)
                 known.add(base_of(one.use))
-        elif one.word != WRONG:
+        elif one.word != WRONG and ("compiled" not in one.uses or program in given):
             found.others.setdefault((one.word, one.use), one)
     return found

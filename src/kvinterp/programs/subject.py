@@ -24,16 +24,18 @@ from torch.overrides import TorchFunctionMode
 from kvinterp.errors import InputError, UnsupportedError, shown
 from kvinterp.models import Adapter
 from kvinterp.models.caches import CacheKind
-from kvinterp.models.transformers_api import can_generate, greedy
+from kvinterp.models.transformers_api import can_generate, greedy, looks_for_packed_texts
 from kvinterp.models.transformers_cache import returned_cache
 from kvinterp.programs.crashes import REFUSES, whose
 from kvinterp.programs.lines import arguments
-from kvinterp.programs.program import ATTENTION, KEEP, MASKS, TOLD, Program, Rows, mask_4d
+from kvinterp.programs.program import ATTENTION, KEEP, MASKS, TOLD, Program, Rows
 
 ROOM = 256
 """The most columns of a program."""
 WORDS = 120
 """Tokens are drawn from so many."""
+COMPILED = 6
+"""The most blocks of a model of which a decode step is compiled unasked: torch takes half a second for each."""
 TEXTS, LONG, SHORT = 3, 45, 12
 """Texts that the null is measured on, their length, and what it is where more text changes the beginning of a long one."""
 ALONE = 1e-3
@@ -161,6 +163,10 @@ class Subject(abc.ABC):
     prelude: tuple[str, ...] = ()
     no_generate: frozenset[str] = frozenset()
     newest, decodes, requests = "no", True, "any"
+    compiles: bool = False
+    """Whether its forward is compiled without being asked for."""
+    packs: bool = False
+    """Whether it promises to keep texts apart that are packed in one row."""
     way: Rows = Rows((0,))
     """The rows of the program that runs: how forwards are called."""
     choices: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
@@ -382,6 +388,7 @@ class ModelSubject(Subject):
         self.room = min(ROOM, self.context)
         edges = [n for name, n in whole.items() if any(word in name for word in EDGES)] or [*whole.values()]
         self.sizes = self._beside(edges), self._beside([*whole.values()])
+        self.compiles = self.native and adapter.facts.layers <= COMPILED
         with self.running():
             self.caches = self._caches()
         self.measure()
@@ -542,12 +549,16 @@ class ModelSubject(Subject):
         takes, ids, known = self.adapter.takes, self.tensor([text]), Rows((0,))
 
         def runs(**choice: Any) -> Tensor | None:
-            told = {}
+            rows, told, given, pads = dataclasses.replace(known, **choice), {}, ids, 0
             if "told" in choice:
-                told = {"attention_mask": mask_4d(torch.ones_like(ids), len(text))}
+                # Behind pads, which a state does not read from such a mask.
+                given, pads = self.tensor([[*text[:2], *text]]), 2
+                mask = torch.ones_like(given)
+                mask[:, :pads] = 0
+                told = rows.tells(mask, given.shape[1], True, takes, self.offset)
             try:
-                with self.running(), self.called_as(dataclasses.replace(known, **choice)):
-                    return self.plain_as_called(ids, **told)[0]
+                with self.running(), self.called_as(rows):
+                    return self.plain_as_called(given, **told)[0, pads:]
             except Exception:  # It does not offer that.
                 return None
 
@@ -570,6 +581,15 @@ class ModelSubject(Subject):
         return found | {
             "fed": tuple(fed), "asks": tuple(asks), "attention": tuple(name for name in kinds if right(runs(attention=name))),
         }  # fmt: skip
+
+    @functools.cached_property
+    def packs(self) -> bool:  # type: ignore[override]
+        """Where every layer attends, and the forward gives positions to what makes transformers' masks."""
+        if not self.native or self.offset is None or not self.adapter.attention_only:
+            return False
+        positions = self.tensor([range(self.offset, self.offset + 4)])
+        with self.running():
+            return looks_for_packed_texts(lambda: self.plain(self.tensor([self.tokens[:4]]), position_ids=positions))
 
     def _attends(self, name: str) -> bool:
         """Whether the model's class says that it can be set to this attention."""

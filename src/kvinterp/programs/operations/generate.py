@@ -98,8 +98,8 @@ class Generate(Operation):
         rows = run.program.rows
         if rows.told in MASKS or rows.fed == "types" or rows.kept(1) is not None:
             return False  # It makes masks and types itself, and asks for the last logits.
-        if rows.fed == "embeds" and (self.how == "new" or self.how in DRAFTING):
-            return False  # Drafts are looked up among ids.
+        if rows.fed == "embeds" and (self.how in ("new", "chunks") or self.how in DRAFTING):
+            return False  # Drafts are looked up among ids, and transformers cuts ids alone into chunks.
         if run.ids.shape[1] + width + self.count + ROOM > run.room:
             return False
         if not subject.native:

@@ -65,10 +65,8 @@ class Pack(_Several):
     proof = ("", "")
 
     def offered(self, run: Run) -> bool:
-        """Where positions are told, every layer attends, and the class says that torch's attention runs it."""
-        subject = run.subject
-        attends = subject.native and subject.adapter.attention_only and getattr(subject.model, "_supports_sdpa", False)
-        return bool(attends and subject.offset is not None and sum(self.numbers) < run.room)
+        """Where the model promises it: several do not hand positions to what makes their masks, and no cache is asked about."""
+        return run.subject.packs and sum(self.numbers) < run.room
 
     def judged(self, run: Run) -> None:
         """Each text against its own plain forward."""
