@@ -458,8 +458,8 @@ class Adapter(Attaching):
                 # A negative one, or one behind the vocabulary, is how some checkpoints say that there is none.
                 if not whole or not -(2**63) <= int(end) < 2**63:
                     raise InputError(
-                        f"eos_token_id={shown(ends)} stands in the {type(holder).__name__} of {self.facts.name}: expected a token "
-                        "id, a list of ids, or null; mend generation_config.json (or the tokenizer's files), or give "
+                        f"eos_token_id={shown(ends)} stands in the {type(holder).__name__} of {self.facts.name}: expected a "
+                        "token id, a list of ids, or null; mend generation_config.json (or the tokenizer's files), or give "
                         "stop='length' (--stop length)."
                     )
                 tokens.add(int(end))

@@ -81,8 +81,8 @@ def _out_of_reach(site: str, direction: str) -> list[str]:
         other = "values" if tensor == "keys" else "keys"
         return [f"{site} moves the {tensor} that the cache holds and leaves its {other} as they are: kv moves both."]
     return [
-        f"{site} moves the {tensor} of the position that is fed, before the cache stores them: what it stored at earlier steps (the "
-        f"prompt's {tensor} too) stays as it is, quantised or not. cache_{site} moves stored {tensor}, kv both."
+        f"{site} moves the {tensor} of the position that is fed, before the cache stores them: what it stored at earlier steps "
+        f"(the prompt's {tensor} too) stays as it is, quantised or not. cache_{site} moves stored {tensor}, kv both."
     ]
 
 
