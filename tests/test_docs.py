@@ -83,6 +83,7 @@ def made_smaller(line: str) -> list[str]:
     return [*arguments, *SMALLER.get(name, ()), *few, *("--examples", "1") * ("--examples" in arguments)]
 
 
+@pytest.mark.always  # In CI, too.
 @pytest.mark.slow
 def test_every_command_runs_or_is_marked_as_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/evaluators.md had a command that failed on a machine without CUDA, and on its model anywhere. CI runs this test."""

@@ -84,6 +84,7 @@ def test_a_tasks_score_is_our_own_scorers_on_the_same_prompts() -> None:
     assert found["config"]["counts"]["requests"] == len(PROMPTS)
 
 
+@pytest.mark.always  # In CI, too.
 @pytest.mark.slow
 def test_the_harnesss_own_command_takes_it(tmp_path: Path) -> None:
     """The line of docs/evaluators.md that is not marked as not run, as it stands, in a process of its own."""
