@@ -70,22 +70,29 @@ def counted(adapter: Adapter, make: Callable[[], Any], tokens: Tensor) -> Counte
     fed = tokens.shape[1] - 1
     with contextlib.suppress(Exception), adapter.own_state([]):
         _, cache = adapter.call_with_cache(tokens[:, :fed], make(), None, None)
-        rows = [count for layer in cache.layers if (count := _rows(layer)) is not None]
-        if not rows or max(rows) >= fed:
-            return None
-        position = int(cache.get_seq_length())
+        position, read = int(cache.get_seq_length()), list[int]()
         place = torch.tensor([[fed]], device=tokens.device)
-        want = adapter.forward(tokens)[0, -1]
         untold, told = (
-            adapter.call_with_cache(tokens[:, fed:], copy.deepcopy(cache), None, given)[0][0, -1] for given in (None, place)
+            adapter.call_with_cache(tokens[:, fed:], _noting(copy.deepcopy(cache), read), None, given)[0][0, -1]
+            for given in (None, place)
         )
-        return Counted(fed, position, _apart(told, want), _apart(untold, told))
+        if read and max(read) <= fed:
+            want = adapter.forward(tokens)[0, -1]
+            return Counted(fed, position, _apart(told, want), _apart(untold, told))
     return None
 
 
-def _rows(layer: Any) -> int | None:
-    keys = getattr(layer, "keys", None)
-    return int(keys.shape[-2]) if isinstance(keys, Tensor) and keys.dim() == 4 else None
+def _noting(cache: Any, read: list[int]) -> Any:
+    """Adds how many keys a cache gives to be read: what it keeps may have another form."""
+    update = cache.update
+
+    def noting(*given: Any, **more: Any) -> Any:
+        made = update(*given, **more)
+        read.append(int(made[0].shape[-2]))
+        return made
+
+    cache.update = noting
+    return cache
 
 
 @contextlib.contextmanager
