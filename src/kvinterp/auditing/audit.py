@@ -29,6 +29,7 @@ from kvinterp.auditing.uses import (
     CacheAsked,
     check_functions,
     counted_in,
+    dropped_by,
     edges_of,
     programs_named,
     right_in_float64,
@@ -331,6 +332,12 @@ def _audit_cache(adapter: Adapter, asked: CacheAsked, arguments: Mapping[str, An
         # What cannot be made on this model or machine is said before anything runs.
         adapter.own_cache(asked.kind, 1, 1, adapter.dtype)
         found = uses_of(adapter, count * more, most * more, seed, given, arguments["reach"], tell, asked)
+        dropped = dropped_by(adapter, asked)
+    if dropped is not None and dropped.position != dropped.fed:
+        # Whatever a cache may drop, a token stands where it stands.
+        found = [Check("positions", WRONG, f"{asked.kind} drops rows, and {dropped.said}.", dropped.moved), *found]
+    elif dropped is not None:
+        notes.append(f"{asked.kind} drops rows, and {dropped.said}")
     facts, own = adapter.facts, dtype_name(adapter.dtype)
     evidence = Evidence(
         f"{asked.kind} on {facts.name} ({adapter.kind}, {own})", own, 0, checks=found, allow=allowed(arguments["allow"]),

@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.blocks import evaluating
+from kvinterp.auditing.blocks import evaluating, prompts_for
 from kvinterp.auditing.checks import BEYOND, NOT_RUN, NUMBERS, UNCLEAR, Check
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.common import spec
 from kvinterp.errors import UnsupportedError, named, out_of_memory, reason
 from kvinterp.models import Adapter
-from kvinterp.models.caches import MOVES, CacheKind, offers
+from kvinterp.models.caches import MOVES, CacheKind, MadeBy, Named, offers
 from kvinterp.models.door import quiet_transformers
-from kvinterp.models.positions import Counted, counted_by
+from kvinterp.models.positions import Counted, counted, counted_by
 from kvinterp.programs.crashes import CRASHES, OURS, whose
 from kvinterp.programs.names import call_named, program_named
 from kvinterp.programs.operations.crop import croppable
@@ -141,6 +141,15 @@ def check_functions(
         if word == REFUSED and use in found.tried
     ]
     return found, [*_checks(subject, found, asked=names), *full, *refused]
+
+
+def dropped_by(adapter: Adapter, asked: CacheAsked) -> Counted | None:
+    """Where the model puts a token behind rows that its user's cache dropped; None where that keeps all."""
+    length = min(FAR, adapter.facts.context)
+    if not isinstance(asked.kind, MadeBy | Named) or not adapter.plain or length < 3:
+        return None
+    tokens = torch.tensor(prompts_for(adapter, 1, length, 0), device=adapter.device)
+    return counted(adapter, lambda: asked.kind.make(adapter.config, length), tokens)
 
 
 def counted_in(subject: Subject) -> Counted | None:
