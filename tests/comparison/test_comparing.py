@@ -18,6 +18,7 @@ from kvinterp.comparison import Comparison, comparing
 from kvinterp.comparison.findings import headline_of
 from kvinterp.metrics.recovery import ONLY_THE_PREFILL
 from kvinterp.models import Adapter
+from support import Case
 from synthetic import comparison
 
 pytestmark = pytest.mark.bits
@@ -256,3 +257,12 @@ def test_what_a_quantised_cache_costs_is_said_first():
     assert "flip" in noisy.where().splitlines()[0]
     assert "bytes" not in noisy.where(), "noise takes as many"
     assert "cache_bytes" not in kv.compare(adapter, [[5, 6, 7]], **settings).provenance
+
+
+def test_the_largest_relative_error_is_not_said_to_be_what_carries_the_difference(load: Any) -> None:
+    """Defect: where K had huge channels, whose vectors are long, it named V of the last layer, and K of the first carried it."""
+    model = load(Case("llama-gqa", "native"))
+    said = kv.compare(model, PROMPT, "cached+int4", "cached", max_new_tokens=3, progress="none").where()
+    line = next(line for line in said.splitlines() if "largest mean relative error of K and V" in line)
+    assert "of a vector's own length, which is no share of the logits' difference" in line
+    assert "--site cache_k" in line

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from kvinterp.comparison.comparison import Comparison
 
 
+TO_SEE_WHAT_CARRIES_IT = "what carries that kvinterp patch says, with --site cache_k and --site cache_v"
+
+
 def rows_of_comparison(comparison: Comparison) -> list[Finding]:
     """The findings of one comparison, over the steps at which both paths hold the same text unless they say otherwise."""
     left = [finding("prompt left out", np.nan, note=row["message"], prompt=row["id"])
@@ -151,8 +154,10 @@ def _cache_rows(comparison: Comparison) -> Iterator[Finding]:
     means = means_of(comparison, "kv_positions", ("tensor", "layer", "kv_head"), "relative_error")
     if means.max() > 0:
         tensor, layer, head = means.idxmax()
+        # A few huge channels make a vector long and its relative error small, however much attention minds it.
+        note = f"of a vector's own length, which is no share of the logits' difference: {TO_SEE_WHAT_CARRIES_IT}"
         yield finding("largest mean relative error of K and V", means.max(), n=int(rows["vectors"].sum()), unit="vectors",
-                      tensor=tensor, layer=layer, head=head)  # fmt: skip
+                      tensor=tensor, layer=layer, head=head, note=note)  # fmt: skip
     for side, evicted, total in evicted_rows(comparison):
         yield finding("cache rows let go of by the last step", evicted / total, n=total, unit="rows", measure="%",
                       note="" if evicted else "it had room for all", path=comparison.provenance["paths"][side])  # fmt: skip
