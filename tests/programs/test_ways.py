@@ -18,7 +18,7 @@ from kvinterp.programs.names import OPERATIONS, program_named
 from kvinterp.programs.pasted import pasted
 from kvinterp.programs.program import ASKS, ATTENTION, FED, MASKS, Rows
 from kvinterp.programs.running import REFUSED, RIGHT, WRONG
-from kvinterp.programs.search import FIRST, least, tried
+from kvinterp.programs.search import FIRST, least, search, tried
 from kvinterp.programs.subject import ModelSubject, apart
 
 SMALL = {
@@ -45,6 +45,8 @@ class Planted(LlamaForCausalLM):
             attention_mask = torch.ones(fed.shape[:2])
         if not filled:
             pass
+        elif self.fault == "chunk" and fed.shape[1] > 1:
+            position_ids = torch.arange(fed.shape[1])[None]
         elif self.fault == "embeds" and inputs_embeds is not None:
             position_ids = torch.arange(fed.shape[1])[None]
         elif self.fault in ("bool_mask", "float_mask") and square:
@@ -151,6 +153,13 @@ def test_a_fault_of_one_use_is_found_shrunk_and_shown(fault):
     with contextlib.redirect_stdout(said), torch.no_grad():
         exec(pasted(one), {"model": subject.model})
     assert float(said.getvalue()) > subject.limit
+
+
+def test_a_fault_of_every_way_of_calling_is_said_of_the_plain_one_alone():
+    """Of a model that is wrong in chunks embeddings, masks and logits_to_keep were said to be wrong too, each by itself."""
+    found = search(subject_of("chunk"), len(FIRST), 60, faults=1)
+    assert found.wrong
+    assert not any(one.program.rows.ways for one in found.wrong), [str(one.program) for one in found.wrong]
 
 
 def test_sampled_drafts_that_are_wrong_are_seen():
