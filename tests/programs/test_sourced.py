@@ -16,6 +16,7 @@ from transformers import (
 from transformers.models.bart.modeling_bart import BartAttention
 
 import kvinterp as kv
+from kvinterp.auditing.own_code import behind
 from kvinterp.errors import InputError
 from kvinterp.programs.names import program_named
 from kvinterp.programs.pasted import pasted
@@ -134,3 +135,58 @@ def test_what_the_encoder_reads_can_be_given():
     assert "20 + 20 encoded positions" in str(verdict)
     with pytest.raises(InputError, match="has no input_features"):
         kv.audit(model, inputs={"pixel_values": heard})
+
+
+def llava():
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    seen = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlavaConfig(
+        text_config=LlamaConfig(**text, initializer_range=0.2),
+        vision_config=CLIPVisionConfig(**seen, image_size=8, patch_size=4),
+        image_token_id=90,
+    )
+    return LlavaForConditionalGeneration(config).eval()
+
+
+PROMPT = [5, 90, 90, 90, 90, 7, 8]
+IMAGE = {"pixel_values": torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(4))}
+
+
+def test_each_row_begins_with_an_image_of_its_own():
+    subject = behind(kv.wrap(llava()), [PROMPT], IMAGE)
+    programs = (
+        "rows(0+4+1)+feed(3)+feed(2,1)",
+        "rows(0+0)+feed(17,5)+reorder(1+0)+feed(2,1)",
+        "rows(0+0,seed=1)+generate(3,3)+feed(2,1)",
+        "rows(0+0)+generate(3,4,beams)",
+        "rows(0,cache=static)+feed(3)+request(4)+feed(2)+crop(1)+feed(2,1)",
+    )
+    ran = {program: came(subject, program) for program in programs}
+    assert {program: (run.word, run.why) for program, run in ran.items()} == dict.fromkeys(programs, (RIGHT, ""))
+    first, second = (subject.plain(subject.tensor([[*begin[:-1], 20, 21]])) for begin in subject.begins[:2])
+    assert torch.equal(first, second)  # Without its last token nothing tells which image a prompt has.
+    first, second = (subject.plain(subject.tensor([[*begin, 20, 21]])) for begin in subject.begins[:2])
+    assert not torch.allclose(first[:, : len(PROMPT)], second[:, : len(PROMPT)])
+
+
+def test_a_row_that_reads_the_first_rows_image_is_found_and_pasted():
+    model = llava()
+
+    class First(type(model.model)):
+        def get_image_features(self, *given, **more):
+            out = super().get_image_features(*given, **more)
+            if self.cached:
+                out.pooler_output = [out.pooler_output[0]] * len(out.pooler_output)
+            return out
+
+        def forward(self, *given, use_cache=None, **more):
+            self.cached = bool(use_cache)
+            return super().forward(*given, use_cache=use_cache, **more)
+
+    model.model.__class__ = First
+    run = came(behind(kv.wrap(model), [PROMPT], IMAGE), "rows(0+0)+feed(3)+feed(1)")
+    assert run.word == WRONG, run.why
+    assert "**source(" in pasted(run)

@@ -21,13 +21,14 @@ from kvinterp.models.inputs import token_ids
 from kvinterp.models.native import copied
 from kvinterp.programs.operations.feed import Feed
 from kvinterp.programs.program import Program, Rows
-from kvinterp.programs.sourced import EncoderDecoderSubject
-from kvinterp.programs.subject import FunctionSubject, ModelSubject, Subject, row_draw
+from kvinterp.programs.sourced import EncoderDecoderSubject, PromptSubject
+from kvinterp.programs.subject import FunctionSubject, Subject, row_draw
 
 FAR = (255, 509)
 """Prompts whose next tokens cross 256 columns, and fill 512: a cache of code of one's own may well hold no more."""
 REACHES = (*FAR, 511, 1023, 1100, 2047, 4095)
 """With ``reach``: over the sizes that caches are made of."""
+FOLLOWS = "what runs on this model does not follow a cast ({}), so programs were judged in its own dtype"
 QUICK = 40
 """A forward that is gone further from takes this part of all seconds at most."""
 
@@ -141,49 +142,42 @@ def _encoder_decoder(model: nn.Module, inputs: Any = None) -> EncoderDecoderSubj
         except Exception:
             # What it raises in either says more of the model than of a cast.
             raise error from None
-        why = f"what runs on this model does not follow a cast ({reason(error)}), so programs were judged in its own dtype"
-        found.notes.append(why)
+        found.notes.append(FOLLOWS.format(reason(error)))
         return found
 
 
-def behind(adapter: Adapter, prompts: Any, inputs: Any) -> FunctionSubject:
-    """A decoder behind a prompt that holds more than text: what the first forward gets besides is handed through.
+def behind(adapter: Adapter, prompts: Any, inputs: Any) -> PromptSubject:
+    """A decoder behind prompts that hold more than text: each row begins with one of its own.
 
     Args:
         adapter: The model.
-        prompts: One prompt, as token ids.
-        inputs: Tensors by name, as the model's own forward takes them (``pixel_values``, ...); those as long as the prompt are
-            continued by zeros over the text that follows.
+        prompts: One prompt or several, as token ids.
+        inputs: Tensors by name, as the model's own forward takes them (``pixel_values``, ...), of one prompt; or a list of such,
+            one a prompt.
 
     Raises:
         InputError: They are none.
     """
-    named = isinstance(inputs, Mapping) and all(isinstance(name, str) for name in inputs) and adapter.plain
-    if not named or not isinstance(prompts, Sequence) or len(prompts) != 1 or isinstance(prompts[0], str):
+    given = [inputs] if isinstance(inputs, Mapping) else inputs
+    named = isinstance(given, list | tuple) and all(
+        isinstance(one, Mapping) and one and all(isinstance(name, str) for name in one) for one in given
+    )
+    ids = [token_ids(one) for one in prompts] if isinstance(prompts, Sequence) and not isinstance(prompts, str) else []
+    if not named or not adapter.plain or not ids or not all(ids) or len(ids) != len(given):
         raise InputError(
             "inputs was given: expected a dictionary of what a transformers model's forward gets besides tokens, beside one "
-            "prompt as token ids: kv.audit(model, [ids], inputs={...})."
+            "prompt as token ids: kv.audit(model, [ids], inputs={...}); or a list of them, one a prompt."
         )
-    subject = ModelSubject(adapter)
-    prefix, own = subject.tensor([list(map(int, prompts[0]))]), subject.adapter
-    wide = {n: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for n, t in inputs.items()}
-
-    def first(ids: Tensor, use_cache: bool) -> Any:
-        extra = dict(wide)
-        for name, value in wide.items():
-            if isinstance(value, Tensor) and value.dim() == 2 and value.shape == prefix.shape and len(ids) == 1:
-                extra[name] = torch.cat([value, torch.zeros_like(value[:, :1]).expand(-1, ids.shape[1])], 1)
-        return own.model(input_ids=torch.cat([prefix.expand(len(ids), -1), ids], 1), use_cache=use_cache, **extra)
-
-    def full(ids: Tensor) -> Tensor:
-        with own.own_state([]):
-            return first(ids, False).logits[:, prefix.shape[1] :]
-
-    def step(ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        if cache is not None:
-            return own.call_with_cache(ids, cache, None, None)
-        out = first(ids, True)
-        return out.logits[:, prefix.shape[1] :], out.get(own.cache_name)
-
-    name = f"{adapter.facts.name} behind {', '.join(inputs)}"
-    return FunctionSubject(full, step, name=name, around=subject.running, device=subject.device, special=subject.special)
+    texts = [list(one) for one in ids if one]
+    try:
+        return PromptSubject(adapter, texts, given)
+    except KvinterpError:
+        raise
+    except Exception as error:
+        try:
+            found = PromptSubject(adapter, texts, given, ())
+        except Exception:
+            # What it raises in either says more of the model than of a cast.
+            raise error from None
+        found.notes.append(FOLLOWS.format(reason(error)))
+        return found

@@ -286,6 +286,7 @@ class Run(Columns):
             behind: Pads that each row ends with.
         """
         width = min(width, self.room - self.ids.shape[1])
+        width = max(width, self._begin_width())
         width = 2 if width == 1 and any(self.pads) and not self.beyond else width
         pad = self.subject.pad if self.program.rows.pad == "model" else (5 if self.subject.pad != 5 else 4)
         pad = max(min(pad, self.subject.vocabulary - 1), 0)
@@ -493,11 +494,14 @@ class Run(Columns):
 
     def feed(self, width: int, cut: int = 0, inner: tuple[int, ...] = (), behind: tuple[int, ...] = ()) -> tuple[()]:
         """Feeds new columns in pieces; beyond the contract alone may one of a single column have a pad."""
+        least = self._begin_width()
         ids, mask = self.columns(min(width, self.room - 1 - self.ids.shape[1]), inner, behind)
         width = ids.shape[1]
         cut = max(cut, -(-width // PIECES)) if cut else width
         ends = [0]
         for end in [*range(cut, width, cut), width]:
+            if end < least:
+                continue
             if self.beyond or end - ends[-1] > 1 or bool(mask[:, ends[-1]].all()):
                 ends.append(end)
             elif end == width:
@@ -506,6 +510,12 @@ class Run(Columns):
             part = ids[:, begin:end], mask[:, begin:end]
             self.took(*part, self.forward(*part, self.cache, mask[:, end:].sum(1)))
         return ()
+
+    def _begin_width(self) -> int:
+        """Columns of a first forward that holds whole beginnings."""
+        if self.subject.whole == "no" or self.filled:
+            return 0
+        return 1 + max(pads + len(begin) for pads, begin in zip(self.pads, self.begins, strict=True))
 
     def crop(self, count: int) -> None:
         """Takes columns back; what is fed next is judged."""

@@ -103,6 +103,7 @@ def drawn(draw: random.Random, subject: Subject, beyond: str = "no") -> Program:
     pads, told = tuple(draw.randint(0, most) for _ in range(rows)), draw.choice(TOLD)
     cache, pad = draw.choice(["own", *subject.caches]), draw.choice(PADS)
     rows_of = _called(Rows(pads, told=told, cache=cache, pad=pad, beyond=beyond), made, subject)
+    rows_of = rows_of if subject.offers(rows_of) else dataclasses.replace(rows_of, told=TOLD[0])
     # Where rows begin otherwise, a seed says which of them is the first.
     begins = random.Random(str(Program(rows_of, made))).randrange(len(subject.begins))
     return Program(dataclasses.replace(rows_of, seed=begins), made)

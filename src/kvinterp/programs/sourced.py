@@ -19,6 +19,7 @@ from kvinterp.models import Adapter
 from kvinterp.models.native import NativeAdapter
 from kvinterp.models.transformers_cache import returned_cache
 from kvinterp.programs.lines import arguments
+from kvinterp.programs.program import Rows
 from kvinterp.programs.subject import NARROW, TEXTS, ModelSubject, casts_lifted
 
 SOURCES = (24, 17, 11)
@@ -26,6 +27,10 @@ SOURCES = (24, 17, 11)
 LONGEST = 256
 AUDIO, SECOND = 64, 4000
 """Frames and samples of sound, where the encoder's config does not say how many it takes."""
+REVERSED = ((-1,), (0, -1))
+"""Along which axes the numbers of an image are turned round to make others of it."""
+TOLD = ("input_ids", "attention_mask", "position_ids")
+"""What a processor gives that programs say themselves."""
 CACHES = ("past_key_values", "cache")
 """What transformers calls the argument that takes a cache."""
 
@@ -276,6 +281,107 @@ class EncoderDecoderSubject(SourcedSubject):
         return (
             f"model.generate({self.reads_as}={read}, {arguments(f'decoder_input_ids={prompt}', _of_decoder(told), **more)})"
         )
+
+
+class PromptSubject(SourcedSubject):
+    """A decoder whose rows each begin with a prompt that holds more than text: an image, sound.
+
+    Args:
+        adapter: The model.
+        prompts: Prompts as token ids, one or several.
+        inputs: For each, tensors by name, as the model's own forward takes them beside its tokens. Of a single prompt others are
+            made, with the same tokens and the numbers of its floating-point inputs in reverse.
+        lifted: As of :class:`ModelSubject`.
+    """
+
+    # transformers cuts no prompt that holds images, and reads no ids beside embeddings.
+    no_generate = frozenset({"chunks", "embeds", "beside", "assistant", "sampled_assistant", "lookup"})
+    whole = "yes"
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        prompts: Sequence[Sequence[int]],
+        inputs: Sequence[Mapping[str, Any]],
+        lifted: Sequence[torch.dtype] = NARROW,
+    ) -> None:
+        self.prompts, self.inputs = [tuple(map(int, one)) for one in prompts], [dict(one) for one in inputs]
+        self.names = {"inputs": [dict(one) for one in inputs]}
+        others = [] if len(prompts) > 1 else REVERSED
+        for axes in others:
+            self.prompts.append(self.prompts[0])
+            self.inputs.append({name: _flipped(value, axes) for name, value in self.inputs[0].items()})
+        super().__init__(adapter, lifted)
+        self.inputs = [{name: self._cast(value) for name, value in one.items() if name not in TOLD} for one in self.inputs]
+        self.known = adapter.facts.vocabulary
+        if any(hasattr(module, "rope_deltas") for module in self.model.modules()):
+            self.moves = "no"
+            self.notes.append("it keeps rope_deltas of its batch on itself, so rows of its cache were not moved")
+        tokens = [token for token in self.tokens if token not in (self.pad, 4, 5)]
+        self.begins = tuple((*prompt, token) for prompt, token in zip(self.prompts, tokens, strict=False))
+        self.room = min(self.context, self.room + max(map(len, self.begins)))
+        self.name += f" behind {', '.join(self.inputs[0])}"
+        turned = "{{n: t.flip({}) if t.is_floating_point() else t for n, t in inputs[0].items()}}"
+        flips = [f"inputs = [*inputs, {turned.format(axes)}]" for axes in others]
+        self.prelude = (
+            *flips,
+            f"begins = {[list(begin) for begin in self.begins]}",
+            "def source(ids, *rows):",
+            "    more = {}",
+            f"    for name in {[*self.inputs[0]]}:",
+            "        values = [inputs[row][name] for row in rows]",
+            "        values = [value.to(model.dtype) if value.is_floating_point() else value for value in values]",
+            "        if values[0].shape != (1, len(begins[rows[0]]) - 1):",
+            "            more[name] = torch.cat(values)",
+            "            continue",
+            "        more[name] = torch.zeros_like(ids)  # one number a token",
+            "        for row, (ids_of, begin) in enumerate(zip(ids.tolist(), [begins[row] for row in rows])):",
+            "            first = next(n for n in range(len(ids_of)) if ids_of[n : n + len(begin)] == begin)",
+            "            more[name][row, first : first + len(begin) - 1] = values[row][0]",
+            "    return dict(input_ids=ids, **more)",
+        )
+
+    def _takes(self) -> frozenset[str]:
+        # transformers hooks what reads images at the first of them, and what is hooked later is taken off with a program's state.
+        given = {name: self._cast(value) for name, value in self.inputs[0].items() if name not in TOLD}
+        with torch.no_grad(), casts_lifted(self.lifted):
+            self.model(input_ids=torch.tensor([self.prompts[0]], device=self.device), use_cache=False, **given)
+        return super()._takes()
+
+    def offers(self, rows: Rows) -> bool:
+        """A mask without positions tells a decoder nothing of where an image's tokens stand."""
+        return rows.told not in ("mask", "mask_alone") and super().offers(rows)
+
+    def _cast(self, value: Any) -> Any:
+        value = torch.as_tensor(value).to(self.device)
+        return value.to(self.adapter.dtype) if value.is_floating_point() else value
+
+    def called(self, ids: Tensor, told: Mapping[str, Tensor], filled: str) -> dict[str, Any]:
+        """The tokens, and what the prompts among them hold besides."""
+        given = {"input_ids": ids, **{name: value for name, value in told.items() if name != "source"}}
+        found = [] if filled == "yes" else [self.place_of(row) for row in ids.tolist()]
+        at = [(row, *place) for row, place in enumerate(found) if place is not None]
+        for name in self.inputs[0] if at else ():
+            values = [self.inputs[number][name] for _, number, _ in at]
+            if values[0].shape != (1, len(self.prompts[at[0][1]])):
+                given[name] = torch.cat(values)
+                continue
+            given[name] = torch.zeros_like(ids, dtype=values[0].dtype)
+            for value, (row, _, column) in zip(values, at, strict=True):
+                given[name][row, column : column + value.shape[1]] = value[0]
+        return given
+
+    def written(self, ids: str, rows: Sequence[int], told: Mapping[str, Tensor], filled: str, **more: object) -> str:
+        """As its users call it."""
+        told = {name: value for name, value in told.items() if name != "source"}
+        if filled == "yes":
+            return arguments(ids, told, **more)
+        return arguments(f"**source({ids}, {', '.join(map(str, rows))})", told, **more)
+
+
+def _flipped(value: Any, axes: tuple[int, ...]) -> Any:
+    value = torch.as_tensor(value)
+    return value.flip(axes) if value.is_floating_point() else value
 
 
 def _of_decoder(told: Mapping[str, Tensor]) -> dict[str, Tensor]:

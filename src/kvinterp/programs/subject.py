@@ -136,6 +136,8 @@ class Subject(abc.ABC):
         against: What its logits are held against.
         names, prelude: What its lines of Python find beside the model, and those that come first.
         begins: What the texts of rows begin with, one after the other.
+        moves: ``"no"`` where it keeps something of each row on itself, so that rows of a cache cannot move.
+        whole: ``"yes"``: what a text begins with is fed in one forward.
         no_generate: The ways of ``generate()`` that are not for it.
         newest: ``"yes"``: a feed may give the logits of its last column alone.
         requests: ``"any"``, or ``"one"`` where it holds its cache itself, for one request at a time.
@@ -162,6 +164,7 @@ class Subject(abc.ABC):
     names: Mapping[str, Any] = types.MappingProxyType({})
     prelude: tuple[str, ...] = ()
     no_generate: frozenset[str] = frozenset()
+    whole, moves = "no", "yes"
     newest, decodes, requests = "no", True, "any"
     compiles: bool = False
     """Whether its forward is compiled without being asked for."""

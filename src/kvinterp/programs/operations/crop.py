@@ -40,6 +40,7 @@ class Crop(Operation):
         layers = {type(layer).__name__ for layer in getattr(run.cache, "layers", [None])}
         deep = self.count > run.since and layers != {"DynamicLayer"}
         real = bool((run.mask[:, -self.count :] == 1).all()) and min(map(len, run.texts)) > self.count
+        real = real and all(len(text) - len(begin) >= self.count for text, begin in zip(run.texts, run.begins, strict=True))
         return real and not any(run.pads) and (not deep or run.beyond)
 
     def do(self, run: Runs) -> Iterable[Tensor]:

@@ -66,7 +66,8 @@ class Pack(_Several):
 
     def offered(self, run: Run) -> bool:
         """Where the model promises it: several do not hand positions to what makes their masks, and no cache is asked about."""
-        return run.subject.packs and sum(self.numbers) < run.room
+        # A row reads one source.
+        return run.subject.packs and sum(self.numbers) < run.room and not run.subject.reads(run.begins)
 
     def judged(self, run: Run) -> None:
         """Each text against its own plain forward."""

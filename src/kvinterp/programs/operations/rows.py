@@ -30,7 +30,9 @@ class Moved(Operation):
 
     def offered(self, run: Run) -> bool:
         """Where the cache and its layers have the method."""
-        moves = run.subject.native and offers(run.cache, self.method) and run.subject.rows > 1
+        moves = (
+            run.subject.native and run.subject.moves == "yes" and offers(run.cache, self.method) and run.subject.rows > 1
+        )
         return super().offered(run) and moves and not any(run.pads)
 
     @abc.abstractmethod
