@@ -36,7 +36,8 @@ MODEL = {"model", "kind", "dtype", "device", "attention", "prompts"}
     ("name", "work", "elsewhere"),
     [
         ("compare", "kvinterp.study.experiments.compare.compare_each", MODEL),
-        ("patch", "kvinterp.study.experiments.patch.sweep", {*MODEL, "sweep", "preset", "examples"}),
+        # Its paths go by the names that a sweep has for them.
+        ("patch", "kvinterp.study.experiments.patch.sweep", {*MODEL, "sweep", "preset", "examples", "a", "b"}),
     ],
 )
 def test_every_option_reaches_the_work(name: str, work: str, elsewhere: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
