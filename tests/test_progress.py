@@ -54,7 +54,7 @@ def test_nothing_is_shown_where_none_is_asked_for(monkeypatch: pytest.MonkeyPatc
 
 def staged(tell: Any) -> dict[str, Any]:
     """A cell's function that says what runs."""
-    for text in ("float16", "float32", "programs of the cache", "program 1 of 60", "program 2 of 60"):
+    for text in ("float16", "float32", "programs of the cache", "program 1 of 100", "program 2 of 100"):
         tell(text)
     return {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from typing import Any
 
@@ -16,7 +17,8 @@ from kvinterp.auditing.first_difference import Finding
 from kvinterp.auditing.judging import Account, Judged
 from kvinterp.auditing.ladder import LOCAL, ONE_BY_ONE, STEPS, PrecisionRun
 from kvinterp.auditing.reading import Evidence
-from kvinterp.programs.running import PLAIN
+from kvinterp.programs.reach import Reach
+from kvinterp.programs.running import PLAIN, RIGHT
 from kvinterp.study.report.audit import page
 
 
@@ -136,11 +138,28 @@ def test_a_symptom_that_was_asked_for_leads() -> None:
     off = Check("left padding", PLAIN, "without a cache the same columns are off by 0.3.", program="rows(1)+feed(2)")
     asked = evidence(CLEAN, checks=[dataclasses.replace(off, asked="rows(5)+feed(22)")]).judge()
     first, second, *_ = asked.reading.splitlines()
-    assert first.startswith("left padding changes the answer, with and without a cache: without a cache the same columns")
-    assert second.startswith("PASS  rounding")
-    assert asked.exit_code == 0, "the cache adds nothing to it"
+    assert first.startswith("FAIL  not-the-cache")
+    assert second.startswith(
+        "not the cache: left padding changes the answer with and without one: without a cache the same"
+    )
+    assert asked.exit_code == 1, "whoever asked about the use has a wrong answer"
+    allowed = evidence(CLEAN, checks=[dataclasses.replace(off, asked="rows(5)+feed(22)")]).judge(("not-the-cache",))
+    assert allowed.exit_code == 0
     unasked = evidence(CLEAN, checks=[off]).judge()
     assert unasked.reading.startswith("PASS  rounding")
+    assert unasked.exit_code == 0
+
+
+def test_a_pass_says_how_far_it_went() -> None:
+    """No default run passed position 130, and faults from 256 on were behind "35 of 35 uses tried"."""
+    near = Check("prompt", RIGHT, "", reach=Reach(positions=12, context=2048, rows=17, turns=1))
+    far = Check("decode step", RIGHT, "", reach=Reach(1103, 2048, 1, 12, 48, 3))
+    verdict = evidence(CLEAN, checks=[near, far]).judge()
+    said = "to position 1,103 of 2,048, 17 rows, 12 columns taken back, 48 at once, 3 turns"
+    assert verdict.reading.splitlines()[0] == f"PASS  rounding  a model (native, float32), 2 of 2 uses tried, {said}"
+    assert verdict.reach == Reach(1103, 2048, 17, 12, 48, 3)
+    assert json.loads(verdict.to_json())["reach"]["positions"] == 1103
+    assert str(Reach(positions=12, rows=1)) == "to position 12, 1 row", "what was not tried is left out"
 
 
 @pytest.mark.parametrize(("beside", "said"), [({"Q"}, "Q alone is wrong"), ({"Q", "K"}, "Q and K are wrong")])

@@ -6,6 +6,7 @@ import dataclasses
 
 from kvinterp.auditing.ladder import part_named
 from kvinterp.programs.place import RAISED
+from kvinterp.programs.reach import Reach
 
 NOT_RUN, BEYOND, UNCLEAR = "not run", "wrong beyond what a cache promises", "cannot tell"
 NUMBERS = (
@@ -34,6 +35,7 @@ class Check:
         tried: How many programs tried it.
         program: The smallest program that shows it.
         lines: It as lines of plain Python.
+        reach: How far the programs went that were right in it.
         asked: The program that the user asked for and that came to this, unless it is wrong or right.
     """
 
@@ -51,6 +53,7 @@ class Check:
     program: str = ""
     lines: str = ""
     asked: str = ""
+    reach: Reach = dataclasses.field(default_factory=Reach)
 
     @property
     def failure(self) -> str:

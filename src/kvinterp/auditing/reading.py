@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +14,11 @@ from kvinterp.auditing.first_difference import Place
 from kvinterp.auditing.judging import ROOM, Account, Judged
 from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
 from kvinterp.auditing.values import narrower
-from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict
+from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, NOT_THE_CACHE, Verdict
 from kvinterp.common.numbers import listed
 from kvinterp.models.cached_rows import NOT_READ, Unread
 from kvinterp.paths.prompt import PromptDifference
+from kvinterp.programs.reach import Reach
 from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG
 
 NOWHERE: Place = (None, None, "", "")
@@ -127,7 +129,11 @@ class Evidence:
             lines = [self.prompt.said, *lines]
             # What is left of the difference once a cause of it was taken away is no excuse for the rest.
             word = "bug" if word in (*GOOD, CANNOT_TELL) else word
-        return self._verdict(word, place, lines)
+        return self._verdict(self._asked(word), place, lines)
+
+    def _asked(self, word: str) -> str:
+        """The word, where whoever asked for a use by name has a wrong answer although the cache adds nothing to it."""
+        return NOT_THE_CACHE if word in GOOD and self._symptoms() else word
 
     def _verdict(self, word: str, place: Place, lines: list[str]) -> Verdict:
         allowed = "yes" if word in self.allow else "no"
@@ -136,16 +142,18 @@ class Evidence:
         if off := sum(check.status == PLAIN for check in self.checks):
             uses += f", {off} {PLAIN}"
         first = "PASS" if word in GOOD or allowed == "yes" else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
+        reach = functools.reduce(Reach.beside, (check.reach for check in self.checks), Reach())
+        uses += f", {reach}" if str(reach) else ""
         first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {self.who}, {uses}"
-        shown = [first, *lines, *_exercised(self), *(f"note: {note}" for note in self.notes)]
-        text = "\n".join([*self._symptoms(), *shown])
+        shown = [first, *self._symptoms(), *lines, *_exercised(self), *(f"note: {note}" for note in self.notes)]
         checks, notes, seconds = tuple(self.checks), tuple(self.notes), tuple(self.seconds)
-        return Verdict(word, *place, self._evidence(), checks, notes, text, allowed, self.about, seconds)
+        evidence, text = self._evidence(), "\n".join(shown)
+        return Verdict(word, *place, evidence, checks, notes, text, allowed, self.about, seconds, reach=reach)
 
     def _symptoms(self) -> list[str]:
         """What was asked for and is off without a cache too: whoever asked has a wrong answer, whatever the cache does."""
         return [
-            f"{check.name} changes the answer, with and without a cache: {check.detail.rstrip('.')}, in the program "
+            f"not the cache: {check.name} changes the answer with and without one: {check.detail.rstrip('.')}, in the program "
             f"{check.program}; what follows is said of the cache alone."
             for check in self.checks
             if check.status == PLAIN and check.asked
@@ -467,4 +475,4 @@ def of_functions(evidence: Evidence, worst: float, against: str) -> Verdict:
     if not any(check.status in (RIGHT, WRONG) for check in checks):
         word, lines = CANNOT_TELL, ["No use could be tried."]
     evidence.exercised = f"programs of the cache, each against {against}; the largest difference {worst:.2g}."
-    return evidence._verdict(word, place, lines)
+    return evidence._verdict(evidence._asked(word), place, lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,10 +27,10 @@ from kvinterp.programs.pasted import pasted
 from kvinterp.programs.place import placed
 from kvinterp.programs.program import Program
 from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, Run
-from kvinterp.programs.search import FIRST, Searched, base_of, least, search, tried
+from kvinterp.programs.search import EDGES, FIRST, FURTHEST, Searched, base_of, far, least, search, tried
 from kvinterp.programs.subject import NARROW, ROOM, ModelSubject, Subject, apart
 
-PROGRAMS, SECONDS = 80, 40.0
+PROGRAMS, SECONDS = 100, 40.0
 """Programs that are run unless told, and processor seconds that they take at most."""
 SIXTEEN = (torch.float16, torch.bfloat16)
 CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
@@ -39,9 +38,9 @@ SWITCHING = ("dynamic", "longrope", "yarn")
 """Kinds of RoPE whose frequencies are other ones beyond some length."""
 POSITIONS, PRODUCTS = 4096, {"cpu": 2e10, "cuda": 5e13}
 """Positions of one program at the most, and products of a forward, a few seconds' worth; ``reach`` goes to any."""
-FILL = 512
-FAR = 98
-"""Tokens behind which a step is asked where it puts the next one: more than a compressed cache as a rule keeps."""
+FILL, LOGITS, FAR = 512, 2**26, 98
+"""Columns at once of a long text; numbers that the logits of one may hold; and tokens behind which a step is asked where it puts
+the next one: more than a compressed cache as a rule keeps."""
 REACH = "--reach"
 FEWER_BITS = "a tensor is cast to 16 bits in this use that the plain forward keeps wider"
 
@@ -81,19 +80,25 @@ def uses_of(
             raise
         except Exception as error:
             return [_met(adapter, error)]
-        edges, far = _edges(adapter, reach)
-        names = {str(program_named(text)): (name, size) for (name, size), texts in edges.items() for text in texts}
+        edges, not_reached = _edges(adapter, reach)
+        names = {
+            str(program_named(text)): (f"over the {name}", size) for (name, size), texts in edges.items() for text in texts
+        }
         first = [*given, *(program for program in map(program_named, names) if subject.offers(program.rows))]
-        found = search(subject, programs, seconds, seed, first, progress=progress)
+        further, dear = _further(adapter, reach)
+        ahead = [*map(program_named, further)]
+        found = search(subject, programs, seconds, seed, first, progress=progress, further=ahead)
         if subject.lifted and (own := _instead(adapter, found, make)) is not None:
             subject, why = own
-            found = search(subject, programs, seconds, seed, first, progress=progress)
+            found = search(subject, programs, seconds, seed, first, progress=progress, further=ahead)
+        names = {str(program_named(text)): (_past(size), size) for text, size in further.items()} | names
+        not_reached += [*dear, *_cut(found, names, programs, seconds)]
         checks = _checks(subject, found, names, {*map(str, given)})
         # In 16 bits a cache that loses is off from itself wherever rounding tips what it quantises.
         sixteen = adapter.dtype in SIXTEEN
         if why:
             said = f"what runs on this model does not follow a cast ({why}), so programs were judged in its own"
-            far.insert(0, Check("float64", NOT_RUN, f"{said} {dtype_name(adapter.dtype)}."))
+            not_reached.insert(0, Check("float64", NOT_RUN, f"{said} {dtype_name(adapter.dtype)}."))
         elif not subject.lossy if sixteen else not any(one.status == WRONG for one in checks):
             checks += _narrow(adapter, subject, given, _wrong_uses(checks), programs // 3, seconds / 3, make)
         if asked is not None:
@@ -104,7 +109,7 @@ def uses_of(
         # What no contract of a cache promises: said, and no failure.
         found, known = search(subject, programs // 4, seconds / 4, seed, faults=1, beyond="yes"), _wrong_uses(checks)
         checks += [_wrong(subject, one, BEYOND, found.ran) for one in found.wrong if base_of(one.use) not in known]
-        return [*sorted(checks, key=lambda one: one.status != WRONG), *far]
+        return [*sorted(checks, key=lambda one: one.status != WRONG), *not_reached]
 
 
 def check_functions(
@@ -124,9 +129,11 @@ def check_functions(
         asked: Programs that are run besides.
         lengths: Those that go on singly behind prompts of some lengths.
     """
-    names = {*map(str, asked)}
-    given = [*asked, *lengths]
-    found = search(subject, programs + len(given) * (programs > 0), seconds, seed, given, progress=progress)
+    names, further = {*map(str, asked)}, far(subject.context)
+    given, most = [*asked, *lengths], programs + (len(asked) + len(lengths)) * (programs > 0)
+    ahead = [*map(program_named, further)] if programs else []
+    found = search(subject, most, seconds, seed, given, progress=progress, further=ahead)
+    edges = {str(program): (_past(size), size) for program, size in zip(ahead, further.values(), strict=False)}
     # A cache that nobody was asked to fill may say in this way that it is full.
     ends = [
         one
@@ -140,7 +147,7 @@ def check_functions(
         for (word, use), one in found.others.items()
         if word == REFUSED and use in found.tried
     ]
-    return found, [*_checks(subject, found, asked=names), *full, *refused]
+    return found, [*_checks(subject, found, edges, names), *full, *refused, *_cut(found, edges, most, seconds)]
 
 
 def dropped_by(adapter: Adapter, asked: CacheAsked) -> Counted | None:
@@ -288,20 +295,32 @@ def _checks(
     """
     wrong = []
     for one in found.wrong:
-        check, (edge, size) = _wrong(subject, one, WRONG, found.ran), names.get(one.origin, ("", 0))
-        # A piece that is wrong was not taken: what counts is how far the program goes.
-        crosses = bool(edge) and max(itertools.accumulate(step.columns for step in one.program.steps)) >= size
-        wrong.append(dataclasses.replace(check, name=f"{check.name} over the {edge}") if crosses else check)
+        check = _wrong(subject, one, WRONG, found.ran)
+        wrong.append(dataclasses.replace(check, name=f"{check.name}{_over(one, names)}"))
     off = f"at most {found.worst:.2g} of the largest logit off."
     right = [
-        Check(use, RIGHT, f"right in {count} program{'s' * (count > 1)}: {off}", found.worst, subject.limit, tried=count)
+        Check(
+            use,
+            RIGHT,
+            f"right in {count} program{'s' * (count > 1)}: {off}",
+            found.worst,
+            subject.limit,
+            tried=count,
+            reach=found.reach[use],
+        )
         for use, count in found.tried.items()
     ]
     others = []
     for (word, _), one in found.others.items():
         given = origin if (origin := str(one.program)) in asked else ""
         one = least(subject, one, 0) if given and word == PLAIN else one
-        others.append(Check(one.use, word, f"{one.why.rstrip('.')}.", tried=1, program=str(one.program), asked=given))
+        # A batch of one that is off beside right ones of several is said.
+        name = (
+            f"{one.use}, one row"
+            if word == PLAIN and len(one.program.rows.pads) == 1 and any(one.program.rows.pads)
+            else one.use
+        )
+        others.append(Check(name, word, f"{one.why.rstrip('.')}.", tried=1, program=str(one.program), asked=given))
     checks = dict[str, Check]()
     for check in (*wrong, *(one for one in others if one.asked), *right, *others):
         checks.setdefault(check.name, check)
@@ -375,6 +394,33 @@ def _again(subject: Subject, program: Program) -> bool:
     return all(tried(subject, other).word == WRONG for other in others)
 
 
+def _over(one: Run, names: Mapping[str, tuple[str, int]]) -> str:
+    """Which edge a program goes over still once it is shrunk, as the end of its name; empty where none."""
+    # A piece that is wrong was not taken: what counts is how far the program goes.
+    (edge, size), columns = names.get(one.origin, ("", 0)), one.program.columns
+    if edge == _past(size):
+        size = max((n for n in (*EDGES, FURTHEST) if n <= columns), default=columns + 1)
+        edge = _past(size)
+    return f" {edge}" if edge and columns >= size else ""
+
+
+def _past(edge: int) -> str:
+    return f"past {edge:,} positions"
+
+
+def _cut(found: Searched, names: Mapping[str, tuple[str, int]], programs: int, seconds: float) -> list[Check]:
+    """What programs or processor seconds cut off, of what would have been tried in any case."""
+    over = f"{programs} programs were" if found.ran >= programs else f"{seconds:.3g} processor seconds were"
+    hint = "--programs" if found.ran >= programs else "--seconds"
+    each = dict[str, list[Program]]()
+    for program in found.cut:
+        each.setdefault(names.get(str(program), ("what is tried first", 0))[0], []).append(program)
+    return [
+        Check(name, NOT_RUN, f"{len(cut)} programs more, since {over} over, the first {cut[0]}.", hint=hint)
+        for name, cut in each.items()
+    ]
+
+
 # What is far -------------------------------------------------------------------------------------------------------------
 
 
@@ -406,18 +452,44 @@ def _edges(adapter: Adapter, reach: str) -> tuple[dict[tuple[str, int], list[str
         elif why := _too_much(adapter, size + 5, reach):
             far.append(Check(name, NOT_RUN, f"{why}.", hint=REACH))
         else:
+            # Three windows and a half: what comes round again has come round more than once.
+            turns = [
+                f"rows(0)+feed({7 * size // 2})+feed(4,1)",
+                f"rows(0)+feed({size + 2})+feed(2,1)+feed({size + 1})+feed(2,1)+feed({size})+feed({size // 2},{FILL})+feed(2,1)",
+            ]
+            most = 7 * size // 2 + 8
+            if most > facts.context or "RoPE" in name:
+                turns = []
+            elif why := _too_much(adapter, most, reach):
+                turns, dear = [], Check(f"three and a half times the {name}", NOT_RUN, f"{why}.", hint=REACH)
+                far.append(dear)
             programs[name, size] = [
                 f"rows(0)+feed({size - 1})+feed(4,1)",
                 f"rows(0)+feed({size + 2},{FILL})+feed(2,1)",
+                *turns,
                 # A static cache moves its columns once its window is full.
                 f"rows(0)+generate({size - 1},4)" if "RoPE" in name else f"rows(0,cache=static)+feed({size - 1})+feed(4,1)",
             ]
     if facts.context < 2**31 and facts.context > 8:
-        if why := _too_much(adapter, facts.context, reach, POSITIONS // 8):
+        if why := _too_much(adapter, facts.context, reach, FURTHEST):
             far.append(Check("context end", NOT_RUN, f"{why}.", hint=REACH))
         else:
             programs["context end", facts.context] = [f"rows(0)+feed({facts.context - 3})+feed(3,1)"]
     return programs, far
+
+
+def _further(adapter: Adapter, reach: str) -> tuple[dict[str, int], list[Check]]:
+    """Programs past positions that no config names, and those of them that cost too much."""
+    programs = far(adapter.facts.context)
+    edges = sorted({*programs.values()})
+    logits = {edge: edge * adapter.facts.vocabulary > LOGITS and reach != "yes" for edge in edges}
+    dear = {
+        edge: why
+        for edge in edges
+        if (why := _too_much(adapter, edge + 8, reach) or "its logits alone take gigabytes" * logits[edge])
+    }
+    checks = [Check(_past(edge), NOT_RUN, f"{why}.", hint=REACH) for edge, why in dear.items()]
+    return {text: edge for text, edge in programs.items() if edge not in dear}, checks
 
 
 def _too_much(adapter: Adapter, length: int, reach: str, most: int = POSITIONS) -> str:

@@ -18,6 +18,7 @@ from kvinterp.common.checks import check_known, given_list
 from kvinterp.common.files import is_file, read_json, strict_json
 from kvinterp.common.result import Contents, Result
 from kvinterp.errors import InputError
+from kvinterp.programs.reach import Reach
 
 VERDICTS = {
     "equal": "nothing differs bitwise",
@@ -31,10 +32,11 @@ VERDICTS = {
     "misaligned": "the log-probs of another engine are of other tokens: shifted, or with another beginning",
     "processed": "the log-probs of another engine are after temperature or truncation",
     "policy": "a cache of ours with fewer bits does token by token what another engine does",
+    "not-the-cache": "a use that was asked for by name is off with a cache and without one",
     "cannot-tell": "the checks that would tell could not be made",
 }
 GOOD = ("equal", "rounding", "kernel")
-CANNOT_TELL = "cannot-tell"
+CANNOT_TELL, NOT_THE_CACHE = "cannot-tell", "not-the-cache"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -58,6 +60,8 @@ class Verdict(Result):
         provenance: Provenance.
         seconds: What took how long: a row a rung and part of it, with seconds of the clock and of the processor.
         given: Of another engine's log-probs the distances, what was tried, and the statistics of reinforcement learning.
+        reach: How far the programs went that were right: positions of a text (of the model's context), rows, columns taken back,
+            columns of a forward on a filled cache, turns.
         tokens: Of another engine's log-probs every token: ``sequence``, ``position``, ``part`` (prompt or tokens), ``token``,
             ``text``, and in nats ``engine``, ``ours`` (float64) and ``difference`` (engine less ours); None where none were read.
     """
@@ -77,6 +81,7 @@ class Verdict(Result):
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     seconds: tuple[Mapping[str, Any], ...] = ()
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reach: Reach = dataclasses.field(default_factory=Reach)
     tokens: pd.DataFrame | None = dataclasses.field(default=None, compare=False)
 
     def __repr__(self) -> str:
@@ -117,7 +122,8 @@ class Verdict(Result):
                 with (place / GIVEN).open("rb") as file:
                     tokens = pd.read_parquet(file)
             del fields["exit_code"]
-            checks = tuple(Check(**check) for check in fields.pop("checks"))
+            checks = tuple(Check(**{**check, "reach": Reach(**check.get("reach", {}))}) for check in fields.pop("checks"))
+            fields["reach"] = Reach(**fields.get("reach", {}))
             rows = {name: tuple(fields.get(name, ())) for name in ("notes", "seconds")}
             loaded = cls(**{**fields, **rows}, checks=checks, tokens=tokens)
             if loaded.verdict not in VERDICTS or not isinstance(loaded.provenance, dict):
@@ -132,7 +138,7 @@ class Verdict(Result):
 
     def written(self) -> Contents:
         """What each precision showed and what was exercised, and the fields of the JSON."""
-        checks = pd.DataFrame([dataclasses.asdict(check) for check in self.checks])
+        checks = pd.DataFrame([{**fields, **fields.pop("reach")} for fields in map(dataclasses.asdict, self.checks)])
         return {"rungs": self.overview(), "checks": checks, "seconds": pd.DataFrame(self.seconds)}, self.told()
 
     def overview(self) -> pd.DataFrame:

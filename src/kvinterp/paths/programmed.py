@@ -79,6 +79,8 @@ def check(program: Program, adapter: Adapter, length: int, steps: int) -> None:
             f"program {program} calls the model with {rows.ways}, which kvinterp audit tries, and no path: leave that out of "
             f"rows({'+'.join(map(str, rows.pads))})."
         )
+    if rows.tokens != "plain":
+        raise InputError(f"program {program} says which tokens are fed, and a path feeds its prompt: leave tokens= out.")
     _, before, after = room(program, length, steps)
     if before > adapter.facts.context:
         raise InputError(

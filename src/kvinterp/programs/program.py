@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import itertools
 import random
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -46,8 +47,12 @@ KEEP = 2
 CACHES = ("own", "bare", "recording", "static", "offloaded")
 """What the model makes; ``DynamicCache()`` without a config; one whose past is kept for a crop; one of a fixed size; one whose
 layers wait on the CPU, which needs CUDA."""
-PADS = ("other", "model")
-"""The token under the mask: any other, or the model's own pad, whose embedding is often zero, which hides what it should not."""
+PADS = ("other", "model", "end")
+"""The token under the mask: any other; the model's own pad, whose embedding is often zero, which hides what it should not; or the
+token that ends a text, as chat models pad."""
+TOKENS = ("plain", "special")
+"""What texts are made of: tokens that stand for nothing else, or every second one a pad, an end or a beginning, which no mask
+hides: as in chats, whose turns end in the middle of a text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +64,7 @@ class Rows:
         told: One of :data:`TOLD` or :data:`MASKS`.
         cache: One of :data:`CACHES`.
         pad: One of :data:`PADS`.
+        tokens: One of :data:`TOKENS`.
         beyond: ``"yes"``: what no contract of a cache promises may happen too: a pad in a forward of one column, pads inside
             a text, a crop of more than was fed since the last one.
         seed: Draws the tokens.
@@ -73,6 +79,7 @@ class Rows:
     told: str = "needed"
     cache: str = "own"
     pad: str = "other"
+    tokens: str = "plain"
     beyond: str = "no"
     seed: int = 0
     own: int = 0
@@ -84,7 +91,7 @@ class Rows:
         if not self.pads or any(type(n) is not int or n < 0 for n in self.pads):
             raise InputError(f"rows{self.pads!r} was given: expected the pads of each row, as in rows(0) or rows(0+4).")
         check_whole("own", self.own, 0, len(self.pads) - 1, f", a row of {spec.text_of(self)}")
-        choices = {"told": (*TOLD, *MASKS), "cache": CACHES, "pad": PADS, "beyond": ("no", "yes")}
+        choices = {"told": (*TOLD, *MASKS), "cache": CACHES, "pad": PADS, "tokens": TOKENS, "beyond": ("no", "yes")}
         for name, known in {**choices, "fed": FED, "asks": ASKS, "attention": ATTENTION}.items():
             if getattr(self, name) not in known:
                 raise InputError(f"rows(..., {name}={getattr(self, name)}) was given: expected one of {', '.join(known)}.")
@@ -189,7 +196,7 @@ class Operation(abc.ABC):
             least = plain if isinstance(plain, int) else 1
             options: list[Any] = [] if plain in (dataclasses.MISSING, value) else [plain]
             if isinstance(value, int):
-                options = sorted({n for n in (least, value // 2, value - 1) if least <= n < value})
+                options = sorted({n for n in (least, value // 2, value - value // 8, value - 1) if least <= n < value})
             elif isinstance(value, tuple) and len(value) > 1:
                 options.append(value[:-1])
             found += [dataclasses.replace(self, **{field.name: option}) for option in options]
@@ -219,6 +226,11 @@ class Program:
     def rest(self) -> Program:
         """What is left of it beside these options."""
         return dataclasses.replace(self, rows=dataclasses.replace(self.rows, cache="own"))
+
+    @property
+    def columns(self) -> int:
+        """The most that the cache holds at any time."""
+        return max(itertools.accumulate(step.columns for step in self.steps), default=0)
 
     def __str__(self) -> str:
         return "+".join([spec.text_of(self.rows), *map(str, self.steps)])

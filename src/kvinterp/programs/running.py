@@ -18,11 +18,14 @@ from kvinterp.errors import InputError, KvinterpError, UnsupportedError, named
 from kvinterp.programs.crashes import OURS, REFUSES, whose
 from kvinterp.programs.lines import FED, Lines
 from kvinterp.programs.program import Program
-from kvinterp.programs.subject import Subject, apart, row_draw
+from kvinterp.programs.reach import Reach
+from kvinterp.programs.subject import ALONE, Subject, apart, row_draw
 
 COMMON = frozenset({"prompt", "decode step", "batch"})
 """Uses that nearly every program has."""
 PADDED = ", left padding"
+ENDLESS = 2**31
+"""The context of a model that has no positions."""
 PIECES = 8
 """The most forwards of one feed."""
 RIGHT, WRONG, PLAIN, REFUSED = "right", "wrong", "off without a cache too", "refused"
@@ -140,6 +143,8 @@ class Run(Columns):
         shape: Rows and columns of logits that are others than were fed.
         raised: The error that a crash raised, and what it said.
         word, why: What it came to.
+        reach: How far it went.
+        turns_next: Whether the last token came alone, so that several begin a turn.
         ran: How many programs had run, this one included.
         origin: The program's text before it was shrunk.
     """
@@ -150,12 +155,14 @@ class Run(Columns):
         self.subject: Any = subject
         self.beyond = program.rows.beyond == "yes"
         # A program that says so goes further than those that are drawn.
-        self.widest = widest = max((getattr(step, "width", 0) for step in program.steps), default=0)
-        self.room = min(subject.context, max(subject.room, widest + 64 if widest > subject.room else 0)) + 1
+        far = program.columns
+        self.room = min(subject.context, max(subject.room, far + 64 if far > subject.room else 0)) + 1
         subject.capacity = self.room
         self.ends: list[int] = []
         self.singly = 0
         self.uses: list[str] = []
+        self.reach = Reach(context=0 if self.model is None or subject.context >= ENDLESS else subject.context)
+        self.turns_next = True
         self.worst, self.ran = 0.0, 0
         self.raised = self.word = self.why = self.origin = ""
         self.wrong: Wrong | None = None
@@ -224,7 +231,7 @@ class Run(Columns):
         return RIGHT, ""
 
     def _makes_cache(self) -> None:
-        kind, columns = self.program.rows.cache, min(self.subject.context, max(self.widest + 8, 64))
+        kind, columns = self.program.rows.cache, min(self.subject.context, max(self.program.columns + 16, 64))
         if kind == "own" or self.model is None:
             return
         self.cache = self.subject.cache(kind, columns)
@@ -261,6 +268,16 @@ class Run(Columns):
         self.uses += [use] if use not in self.uses else []
         self.lines += lines
 
+    def reaches(self, **far: int) -> None:
+        """Notes how far it goes."""
+        self.reach = self.reach.beside(Reach(**far))
+
+    def turn(self) -> None:
+        """Notes that several new columns come, at the beginning or behind single ones."""
+        if self.turns_next:
+            self.reach = dataclasses.replace(self.reach, turns=self.reach.turns + 1)
+        self.turns_next = False
+
     @property
     def use(self) -> str:
         """What the program is about: its last use that not every program has."""
@@ -288,8 +305,8 @@ class Run(Columns):
         width = min(width, self.room - self.ids.shape[1])
         width = max(width, self._begin_width())
         width = 2 if width == 1 and any(self.pads) and not self.beyond else width
-        pad = self.subject.pad if self.program.rows.pad == "model" else (5 if self.subject.pad != 5 else 4)
-        pad = max(min(pad, self.subject.vocabulary - 1), 0)
+        known = {"model": self.subject.pad, "end": self.subject.end}
+        pad = max(known.get(self.program.rows.pad, min(5 if self.subject.pad != 5 else 4, self.subject.vocabulary - 1)), 0)
         ids, mask = list[list[int]](), list[list[int]]()
         for row, text in enumerate(self.texts):
             lead = min(self.pads[row], width)
@@ -299,11 +316,21 @@ class Run(Columns):
             last = min(behind[row], width - lead - more - 1) if self.beyond and row < len(behind) else 0
             count = width - lead - more - max(last, 0)
             new = [] if text else list(self.begins[row][:count])
-            new += self.tokens(count - len(new), self.draws[row])
+            new += self._special(row, len(text) + len(new), self.tokens(count - len(new), self.draws[row]))
             text += new
             ids.append([pad] * (lead + more) + new + [pad] * last)
             mask.append([0] * (lead + more) + [1] * len(new) + [0] * last)
         return self.subject.tensor(ids), self.subject.tensor(mask)
+
+    def _special(self, row: int, begin: int, new: list[int]) -> list[int]:
+        """New tokens of a text from one position on; every second a pad, an end or a beginning where the rows say so."""
+        controls = self.subject.controls
+        if self.program.rows.tokens == "plain" or not controls:
+            return new
+        turn = self.program.rows.seed + row
+        return [
+            controls[(place // 2 + turn) % len(controls)] if place % 2 else token for place, token in enumerate(new, begin)
+        ]
 
     def told(self, mask: Tensor, width: int) -> dict[str, Tensor]:
         """The mask and positions that the forward of the newest columns is given."""
@@ -323,6 +350,9 @@ class Run(Columns):
         inside = bool((full.diff(dim=1) < 0).any())
         padding = "" if bool(full.all()) else "pads within a text" if inside else "left padding"
         self.tries(self._use(width, bool((mask == 0).any()), padding))
+        if width > 1:
+            self.turn()
+        self.turns_next = width == 1
         self.pending = ids, mask
         told = self.told(full, width)
         self.lines.note(f"ids = {self.lines.columns(self.ids, ids)}")
@@ -334,6 +364,7 @@ class Run(Columns):
         self.lines.judged(FED, columns, f"logits = {plain}[:, -{width}:]{some}", line)
         logits, cache = self.subject.feed(ids, cache, **told)
         self.judge(logits, ids, mask, later, kept=kept)
+        self.reaches(at_once=width if self.filled and width > 1 else 0)
         return cache
 
     def _use(self, width: int, padded: bool, padding: str) -> str:
@@ -359,6 +390,7 @@ class Run(Columns):
         later: Tensor | None = None,
         last: bool = False,
         kept: list[int] | None = None,
+        ends: Sequence[int] | None = None,
     ) -> None:
         """Holds each row's new tokens against the plain forward of its text.
 
@@ -368,6 +400,7 @@ class Run(Columns):
             later: How many tokens each row's text has beyond them.
             last: Whether the logits are those of as many of the last tokens as there are.
             kept: The columns whose logits they are, unless all.
+            ends: How many of the last tokens each row has, where rows end before others.
 
         Raises:
             WrongError: One is off.
@@ -383,12 +416,17 @@ class Run(Columns):
             raise WrongError(
                 f"logits of {' x '.join(map(str, self.shape))} rows and columns for {len(self.texts)} x {count}"
             )
+        if self.subject.among(self.texts) >= ALONE:
+            raise PlainError(
+                f"in a batch of {len(self.texts)} rows the forward without a cache differs from each row alone"
+            )
         worst: Wrong | None = None
         padded = not bool(self.mask.all() & mask.all())
         limit = self.subject.limit_of(len(self.texts), padded)
         self.singly = logits.shape[1] - 1 if last else 0
         for row, text in enumerate(self.texts):
             columns = [-1] if newest else [*range(logits.shape[1])] if last else mask[row].nonzero().flatten().tolist()
+            columns = columns if ends is None else columns[: ends[row]]
             end = len(text) - (0 if later is None else int(later[row]))
             begin = end - len(columns)
             asked = [n for n, column in enumerate(columns) if kept is None or column in kept]
@@ -406,14 +444,15 @@ class Run(Columns):
                 want = want[asked]
             error = apart(got, want)
             self.worst = max(self.worst, error)
+            self.reaches(positions=end, rows=len(self.texts))
             if not error <= limit:
                 each = [apart(a, b) for a, b in zip(got, want, strict=True)]
                 at = each.index(max(each))
                 if worst is None or each[at] > worst.error:
                     # Before the new tokens, or up to the one whose logits these are.
-                    before = ids.shape[1] - len(columns) + 1 if last else columns[asked[at]] + 1
+                    before = ids.shape[1] - logits.shape[1] + 1 if last else columns[asked[at]] + 1
                     real = torch.cat([self.mask, mask[:, :before]], 1)[row].nonzero().flatten().tolist()
-                    generated = (at, len(columns)) if last else (0, 0)
+                    generated = (at, logits.shape[1]) if last else (0, 0)
                     known = self.lines.text(row, torch.cat([self.ids, ids], 1), real, generated)
                     finite = "yes" if bool(want[at].isfinite().all()) else "no"
                     starts, upto = itertools.accumulate(pieces, initial=0), begin + asked[at] + 1
@@ -523,6 +562,7 @@ class Run(Columns):
         self.lines.note(f"ids = ids[:, :-{count}]")
         self.cache.crop(-count)
         self.texts, self.since = [text[:-count] for text in self.texts], 0
+        self.reaches(taken_back=count)
         self.cut(left := self.ids.shape[1] - count)
         self.ends = [*(end for end in self.ends if end < left), left]
 
@@ -556,6 +596,27 @@ class Run(Columns):
         """Begins anew with the same tokens."""
         self._begin()
         self._makes_cache()
+
+    def serve_batch(self, width: int, singly: int) -> None:
+        """Serves another batch of as many rows on a cache of its own, padded otherwise where rows can be padded."""
+        self._needs_two_caches()
+        subject, columns, mine = self.subject, min(width + singly, self.room), self.program.rows.pads
+        pads = [(mine[row % len(mine)] + 1 + row) % width for row in range(len(self.texts))]
+        pads = pads if "attention_mask" in subject.takes else [0] * len(pads)
+        rows = [
+            [*self.tokens(count, self.draw), *begin, *self.tokens(columns, self.draw)][:columns]
+            for count, begin in zip(pads, self.begins, strict=True)
+        ]
+        ids, cache = subject.tensor(rows), None
+        mask = (subject.tensor([range(columns)] * len(pads)) >= subject.tensor(pads)[:, None]).long()
+        self.lines += ["kept = cache"] * self.filled
+        for end in range(min(width, columns), columns + 1):
+            begin = 0 if cache is None else end - 1
+            told = self.program.rows.tells(mask[:, :end], end - begin, any(pads), subject.takes, subject.offset)
+            told |= subject.reads(self.begins)
+            self.lines.append(subject.feed_line(ids[:, begin:end], "no" if cache is None else "yes", **told))
+            cache = subject.feed(ids[:, begin:end], cache, **told)[1]
+        self.lines += ["cache = kept"] * self.filled
 
     def join(self, ids: Tensor, cache: Any) -> None:
         """Puts the row of another cache of as many positions under its own."""

@@ -15,7 +15,8 @@ from kvinterp.programs.operations.compile import Compile
 from kvinterp.programs.operations.feed import Feed
 from kvinterp.programs.operations.fork import Again
 from kvinterp.programs.operations.generate import Generate
-from kvinterp.programs.program import CACHES, MASKS, PADS, TOLD, Operation, Program, Rows
+from kvinterp.programs.program import CACHES, MASKS, PADS, TOKENS, TOLD, Operation, Program, Rows
+from kvinterp.programs.reach import Reach
 from kvinterp.programs.running import PADDED, RIGHT, WRONG, Run
 from kvinterp.programs.subject import Subject
 
@@ -72,8 +73,31 @@ FIRST = (
     "rows(0)+generate(5,6,sampled_assistant)",
     "rows(0)+feed(6)+spoil()+feed(2,1)",
     "rows(0)+feed(5)+compile(eager)+feed(1)",
+    # A batch of one takes other branches: it is a padded prompt by itself, as generate() and a prefill in chunks have it.
+    "rows(4)+feed(9)+feed(3,1)",
+    "rows(3)+feed(12,4)+feed(2,1)",
+    "rows(4)+generate(9,3)",
+    # Tokens that a chat is full of.
+    "rows(0,tokens=special)+feed(9)+feed(6,1)+feed(6,1)",
+    "rows(0+4,tokens=special,pad=end)+feed(9)+feed(8)+feed(6,1)",
+    "rows(0,tokens=special)+generate(6,3)+generate(5,3)+generate(4,3)",
+    "rows(0+0+0)+generate(6,8,ends)",
+    "rows(0+3,pad=model)+generate(9,8,ends)",
+    # What was kept by its shape belongs to another batch.
+    "rows(0+4)+request(9,3,rows=same)+feed(9)+feed(3,1)",
+    "rows(0+4)+feed(9)+request(9,3,rows=same)+feed(3,1)",
+    "rows(0,told=mask)+request(9,3,rows=same)+feed(9)+feed(3,1)",
+    "rows(0)+feed(6)+feed(7,1)+feed(6,1)+crop(12)+feed(3,1)",
+    "rows(0,cache=recording)+feed(6)+feed(7,1)+feed(6,1)+crop(12)+feed(3,1)",
+    "rows(0)+feed(6)+feed(13)+crop(12)+feed(2,1)",
+    f"rows({'+'.join('0' * 9)})+feed(5)+feed(3,1)",
+    f"rows({'+'.join('012' * 3)})+generate(6,3)",
+    f"rows({'+'.join('01200' * 3)}+3+0)+feed(6)+feed(2,1)",
+    f"rows({'+'.join('0' * 17)})+feed(5)+feed(1)+reorder({'+'.join(map(str, range(16, -1, -1)))})+feed(2,1)",
 )
 """What is tried first: each use once."""
+EDGES, FURTHEST = (256, 512, 1024), 1100
+"""Positions that one byte holds, and those of tiles, tables and pages; and a prompt that goes past them all."""
 
 
 WAYS = 1 / 3
@@ -99,14 +123,19 @@ def drawn(draw: random.Random, subject: Subject, beyond: str = "no") -> Program:
     first = draw.choice(firsts)
     # What a step did to the cache is seen by the next.
     steps: list[type[Operation]] = [first, *(draw.choice(kinds) for _ in range(draw.randint(0, 5))), Feed]
-    made = tuple(kind.drawn(draw, rows, subject, beyond) for kind in steps)
+    made, columns = list[Operation](), 0
+    for kind in steps:
+        step = kind.drawn(draw, rows, subject, beyond)
+        if columns + step.columns <= subject.room:
+            made, columns = [*made, step], columns + step.columns
     pads, told = tuple(draw.randint(0, most) for _ in range(rows)), draw.choice(TOLD)
-    cache, pad = draw.choice(["own", *subject.caches]), draw.choice(PADS)
-    rows_of = _called(Rows(pads, told=told, cache=cache, pad=pad, beyond=beyond), made, subject)
+    cache, pad, tokens = draw.choice(["own", *subject.caches]), draw.choice(PADS), draw.choice(["plain", *TOKENS])
+    begun = Rows(pads, told=told, cache=cache, pad=pad, tokens=tokens, beyond=beyond)
+    rows_of = _called(begun, tuple(made), subject)
     rows_of = rows_of if subject.offers(rows_of) else dataclasses.replace(rows_of, told=TOLD[0])
     # Where rows begin otherwise, a seed says which of them is the first.
-    begins = random.Random(str(Program(rows_of, made))).randrange(len(subject.begins))
-    return Program(dataclasses.replace(rows_of, seed=begins), made)
+    begins = random.Random(str(Program(rows_of, tuple(made)))).randrange(len(subject.begins))
+    return Program(dataclasses.replace(rows_of, seed=begins), tuple(made))
 
 
 def _called(rows: Rows, steps: tuple[Operation, ...], subject: Subject) -> Rows:
@@ -122,6 +151,25 @@ def _called(rows: Rows, steps: tuple[Operation, ...], subject: Subject) -> Rows:
     return rows if not subject.offers(made) or (static and made.attention == "flex_attention") else made
 
 
+def far(context: int) -> dict[str, int]:
+    """Programs over the positions that configs do not name, each with the edge that it goes over, the nearest first."""
+    found = dict[str, int]()
+    for edge in EDGES:
+        if edge + 5 <= context:
+            found[f"rows(0)+feed({edge - 2})+feed(5,1)"] = edge
+            # Its rows go over it one after the other: columns first, then positions.
+            found[f"rows(0+3)+feed({edge - 1})+feed(6,1)"] = edge
+            found[f"rows(0)+feed({edge - 40})+feed(60)+feed(3,1)"] = edge
+    if found:
+        last = max(found.values())
+        found[f"rows(0,cache=static)+feed({last - 2})+feed(5,1)"] = last
+        found[f"rows(0)+generate({last - 2},5)"] = last
+    if context >= FURTHEST + 3:
+        found[f"rows(0)+feed({FURTHEST})+feed(3,1)"] = FURTHEST
+        found["rows(0)+feed(140)+feed(5,1)+feed(155)+feed(5,1)+feed(290)+feed(5,1)+feed(500)+feed(3,1)"] = FURTHEST
+    return found
+
+
 def smaller(program: Program) -> Iterator[Program]:
     """Programs that are simpler in one thing: a step less, a row less, a plainer choice, a smaller number."""
     rows, steps = program.rows, program.steps
@@ -131,8 +179,8 @@ def smaller(program: Program) -> Iterator[Program]:
         # Which row is a path's own says nothing here.
         yield Program(dataclasses.replace(rows, pads=rows.pads[:r] + rows.pads[r + 1 :], own=0), steps)
     for name, plain in {
-        "cache": CACHES[0], "told": TOLD[0], "pad": PADS[0], "beyond": "no", "own": 0, "fed": Rows.fed, "asks": Rows.asks,
-        "attention": Rows.attention,
+        "cache": CACHES[0], "told": TOLD[0], "pad": PADS[0], "tokens": TOKENS[0], "beyond": "no", "own": 0, "fed": Rows.fed,
+        "asks": Rows.asks, "attention": Rows.attention,
     }.items():  # fmt: skip
         if getattr(rows, name) != plain:
             changed: Any = {name: plain}
@@ -195,6 +243,8 @@ class Searched:
         wrong: Each fault, its program shrunk.
         others: Programs whose plain forward is off too, or that are refused: the first of each use.
         ran: How many programs ran.
+        reach: How far those went that came to each use and were right in it.
+        cut: What was to be tried and was not, as programs or processor seconds were over.
         worst: The largest error of those that are right, of the largest logit.
     """
 
@@ -202,6 +252,8 @@ class Searched:
     wrong: list[Run] = dataclasses.field(default_factory=list)
     others: dict[tuple[str, str], Run] = dataclasses.field(default_factory=dict)
     ran: int = 0
+    reach: dict[str, Reach] = dataclasses.field(default_factory=dict)
+    cut: list[Program] = dataclasses.field(default_factory=list)
     worst: float = 0.0
 
 
@@ -251,6 +303,30 @@ def least(subject: Subject, one: Run, seconds: float, repeats: str = "no") -> Ru
     return small
 
 
+class _Pace:
+    """How far programs can go: half of the time that is left when the first of them comes is theirs.
+
+    Args:
+        ends: When all time is over.
+    """
+
+    def __init__(self, ends: float) -> None:
+        self.ends, self.until, self.slowest = ends, 0.0, 0.0
+
+    def allows(self, program: Program, now: float) -> bool:
+        """Whether it ends in time if each of its positions takes as long as of those before: of more none takes less."""
+        self.until = self.until or now + (self.ends - now) / 2
+        return now + self.slowest * self._size(program) <= self.until
+
+    def took(self, program: Program, seconds: float) -> None:
+        """Notes how long one took."""
+        self.slowest = max(self.slowest, seconds / self._size(program))
+
+    @staticmethod
+    def _size(program: Program) -> int:
+        return program.columns * len(program.rows.pads)
+
+
 def search(
     subject: Subject,
     programs: int,
@@ -260,6 +336,7 @@ def search(
     faults: int = 4,
     beyond: str = "no",
     progress: Callable[[str], None] = lambda _: None,
+    further: Sequence[Program] = (),
 ) -> Searched:
     """Runs what was given, what is tried first, and programs that are drawn; each fault is shrunk and then looked past.
 
@@ -272,6 +349,7 @@ def search(
         faults: How many are shrunk; then nothing more is drawn. What is tried first is run whatever is wrong.
         beyond: ``"yes"`` draws what no contract of a cache promises, and tries nothing before that.
         progress: Told how many have run.
+        further: Programs behind what is tried first, the nearest first: as far as half of the time that is left then takes them.
     """
     began, draw, found = time.process_time(), random.Random(seed), Searched()
     known: set[str] = set()
@@ -281,18 +359,30 @@ def search(
     first = [program_named(text) for text in tried_first if beyond == "no"]
     first = [program for program in first if subject.offers(program.rows) and subject.holds(program)]
     first = [program for program in first if _affordable(subject, program)]
+    further = [program for program in further if subject.offers(program.rows) and subject.holds(program)]
     more = filter(subject.holds, (drawn(draw, subject, beyond) for _ in itertools.count()))
-    queue = itertools.chain(given, first, more)
-    for program in queue:
-        enough, over = len(found.wrong) >= faults, found.ran >= programs or time.process_time() - began > seconds
-        if found.ran >= len(given) and (over or (enough and found.ran >= len(given) + len(first))):
+    queue = itertools.chain(given, first, further, more)
+    pace, at_first = _Pace(began + seconds), len(given) + len(first)
+    meant = at_first + len(further)
+    for number, program in enumerate(queue):
+        now = time.process_time()
+        enough, over = len(found.wrong) >= faults, found.ran >= programs or now > pace.ends
+        if number >= len(given) and (over or (enough and number >= at_first)):
+            if programs and not enough:
+                found.cut += itertools.islice(itertools.chain([program], queue), max(meant - number, 0))
             break
+        if at_first <= number < meant and not pace.allows(program, now):
+            found.cut.append(program)
+            continue
         one = tried(subject, program)
+        if at_first <= number < meant:
+            pace.took(program, time.process_time() - now)
         one.ran = found.ran = found.ran + 1
         progress(f"program {found.ran} of {max(programs, len(given))}")
         if one.word == RIGHT:
             right = right or program
             found.tried.update(one.uses)
+            found.reach |= {use: one.reach.beside(found.reach.get(use, one.reach)) for use in one.uses}
             found.worst = max(found.worst, one.worst)
         elif one.word == WRONG and not kept and not known & set(map(base_of, one.uses)):
             one = _called_plainly(subject, one)

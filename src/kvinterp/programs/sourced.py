@@ -153,6 +153,8 @@ class EncoderDecoderSubject(SourcedSubject):
         if getattr(type(model), "generate", None) is not GenerationMixin.generate:
             # A generate() of its own, as Whisper's, says otherwise which logits are a beam's.
             self.no_generate |= {"beams"}
+        # Some decoders count positions by the pad, and cannot be told others.
+        self.controls = tuple(token for token in self.controls if token != self.pad)
         # No pad is taken for a beginning.
         marks = [token for token in self.tokens if token not in (self.pad, 4, 5)]
         self.begins = tuple((token,) for token in marks[: len(self.states)])

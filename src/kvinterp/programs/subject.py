@@ -32,8 +32,8 @@ from kvinterp.programs.program import ATTENTION, KEEP, MASKS, TOLD, Program, Row
 
 ROOM = 256
 """The most columns of a program."""
-WORDS = 120
-"""Tokens are drawn from so many."""
+WORDS, FIRST_WORD = 120, 6
+"""Tokens are drawn from so many, and from this one on."""
 COMPILED = 6
 """The most blocks of a model of which a decode step is compiled unasked: torch takes half a second for each."""
 TEXTS, LONG, SHORT = 3, 45, 12
@@ -125,6 +125,8 @@ class Subject(abc.ABC):
         known: How many tokens there are.
         pad: The model's own pad token.
         special: Tokens that stand for something else: images, the end of a text.
+        controls: Of these the pad, ends and beginnings, which a text may hold as it holds any other token.
+        end: The one that ends a text, or the pad.
         sizes: Widths on both sides of the sizes that its config names, those of windows and chunks first.
         caches: Kinds of cache that it offers.
         device: Where tokens are to be.
@@ -154,7 +156,9 @@ class Subject(abc.ABC):
     takes: frozenset[str] = frozenset()
     offset: int | None = None
     special: frozenset[int] = frozenset()
-    rows, room, context, vocabulary, known, pad, noise = 1, ROOM, ROOM, WORDS, WORDS, 0, 0.0
+    controls: tuple[int, ...] = ()
+    rows, room, context, vocabulary, known, noise = 1, ROOM, ROOM, WORDS, WORDS, 0.0
+    pad, end = 0, 0
     sizes: tuple[tuple[int, ...], tuple[int, ...]] = ((7,), (7,))
     caches: tuple[str, ...] = ("own",)
     device: Any = torch.device("cpu")
@@ -181,6 +185,7 @@ class Subject(abc.ABC):
     def __init__(self) -> None:
         self._alone: dict[tuple[int, ...], Tensor] = {}
         self.notes: list[str] = []
+        self._among: dict[int, float] = {}
 
     @abc.abstractmethod
     def plain(self, ids: Tensor, **told: Tensor) -> Tensor:
@@ -263,6 +268,21 @@ class Subject(abc.ABC):
             self._alone[key] = self._plain(text)
         return self._alone[key]
 
+    def among(self, texts: Sequence[Sequence[int]]) -> float:
+        """How far the plain forward of a row is from itself in a batch of so many: the null of batches of more than a few."""
+        if len(texts) <= TEXTS:
+            return 0.0
+        if (off := self._among.get(len(texts))) is None:
+            length = min(map(len, texts))
+            with self.running():
+                together = self.plain(self.tensor([text[:length] for text in texts]))
+            off = max(
+                apart(many, self.alone(text, longer="yes")[:length]) for many, text in zip(together, texts, strict=True)
+            )
+            self._among[len(texts)] = off
+            self.noise = max(self.noise, off) if off < ALONE else self.noise
+        return off
+
     def _plain(self, text: Sequence[int]) -> Tensor:
         with self.running():
             return self.plain(self.tensor([text]))[0].clone()
@@ -274,7 +294,7 @@ class Subject(abc.ABC):
     @functools.cached_property
     def tokens(self) -> list[int]:
         """Tokens that are no pad, and stand for nothing but themselves."""
-        low = min(6, self.vocabulary - 2)
+        low = min(FIRST_WORD, self.vocabulary - 2)
         plain = [t for t in range(low, self.vocabulary) if t != self.pad and t not in self.special]
         return plain or [*range(self.vocabulary)]
 
@@ -318,6 +338,26 @@ class Subject(abc.ABC):
         self.rows = self._rows(texts, whole)
         if "position_ids" in self.takes:
             self.offset = self._offset(texts[0][:most], whole[0][:most])
+        self.controls = self._as_others(texts[0][: min(SHORT, most)], self.controls)
+
+    def _as_others(self, text: list[int], tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of these tokens that the forward takes as it takes any other, and does not itself read pads or positions from."""
+        mixed = list(text)
+        for n in range(1, len(text), 2):
+            mixed[n] = tokens[n // 2 % len(tokens)] if tokens else mixed[n]
+        told = {"attention_mask": self.tensor([[1] * len(text)])} if "attention_mask" in self.takes else {}
+        if self.offset is not None:
+            told["position_ids"] = self.tensor([range(self.offset, self.offset + len(text))])
+        if not tokens or not told:
+            return tokens
+        try:
+            with self.running():
+                off = apart(self.plain(self.tensor([mixed]), **told)[0], self.alone(mixed))
+        except Exception:  # What it raises says that it takes one otherwise.
+            off = float("inf")
+        if off <= self.limit:
+            return tokens
+        return tuple(t for t in tokens if self._as_others(text, (t,))) if len(tokens) > 1 else ()
 
     def _rows(self, texts: list[list[int]], whole: list[Tensor]) -> int:
         try:
@@ -382,8 +422,11 @@ class ModelSubject(Subject):
         # A HookedTransformer has a config of its own.
         config: Any = self.adapter.config or self.model.cfg
         self.special = special_tokens(self.adapter.source)
-        pad = getattr(config, "pad_token_id", 0)
-        self.pad = pad if isinstance(pad, int) else 0
+        named_in = (config, getattr(self.adapter.source, "config", None), getattr(self.model, "generation_config", None))
+        pads, ends, begins = (control_tokens(kind, named_in, adapter.facts.vocabulary) for kind in ("pad", "eos", "bos"))
+        self.pad = next(iter(pads), 0)
+        self.end = next(iter(ends), self.pad)
+        self.controls = tuple(dict.fromkeys((self.pad, *ends, *begins))) if self.native else ()
         self.vocabulary = min(adapter.facts.vocabulary, WORDS)
         named = config.to_dict() if hasattr(config, "to_dict") else vars(config)
         whole = {name: n for name, n in named.items() if isinstance(n, int) and not isinstance(n, bool)}
@@ -710,8 +753,8 @@ class ModelSubject(Subject):
 
     def _greedy(self, count: int, **more: Any) -> Any:
         return greedy(
-            count, min_new_tokens=count, pad_token_id=self.pad, output_logits=True, return_dict_in_generate=True,
-            **{"use_cache": True, **more},
+            count, output_logits=True, return_dict_in_generate=True,
+            **{"min_new_tokens": count, "pad_token_id": self.pad, "use_cache": True, **more},
         )  # fmt: skip
 
     def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
@@ -768,6 +811,8 @@ class FunctionSubject(Subject):
         around: What every run stands in.
         device: Where token ids are to be.
         special: Token ids that are not fed.
+        controls: Those of them that a text may hold, such as its end; unless given the first few ids, where most vocabularies
+            have them.
         yours: What the two are, in a line.
         requests: ``"any"``: caches may live beside one another. ``"one"``: the code holds its cache itself and serves one request
             at a time, which ``step(ids, None)`` begins anew; the step may then return its logits alone.
@@ -783,6 +828,7 @@ class FunctionSubject(Subject):
         around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         device: Any = None,
         special: frozenset[int] = frozenset(),
+        controls: Sequence[int] | None = None,
         yours: str = "full(ids) and step(ids, cache) are yours",
         requests: str = "any",
     ) -> None:
@@ -801,6 +847,8 @@ class FunctionSubject(Subject):
             self.known = int(self.plain(self.tensor([[0, 1]])).shape[-1])
         self.vocabulary = min(self.known, WORDS)
         self.pad = -1
+        first = [token for token in range(min(FIRST_WORD, self.vocabulary - 2)) if token not in special]
+        self.controls = tuple(first if controls is None else controls)
         self.measure()
         self.rows = self.rows if self._takes_rows() else 1
 
@@ -930,6 +978,13 @@ def quantised_layer() -> Any:
     from kvinterp.models.transformers_cache import BaseQuantizedLayer
 
     return BaseQuantizedLayer
+
+
+def control_tokens(kind: str, configs: Sequence[Any], vocabulary: int) -> list[int]:
+    """The ids of a kind (``"pad"``, ``"eos"``, ``"bos"``) that configs name, as far as they have embeddings."""
+    found = [getattr(config, f"{kind}_token_id", None) for config in configs]
+    each = [token for one in found for token in (one if isinstance(one, list | tuple) else [one])]
+    return [token for token in dict.fromkeys(each) if type(token) is int and 0 <= token < vocabulary]
 
 
 def _read(logits: Any) -> Tensor:

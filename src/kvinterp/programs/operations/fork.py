@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from kvinterp.common.checks import check_known
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.programs.program import Operation, Runs
@@ -40,22 +41,51 @@ class Fork(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class Request(Operation):
-    """The model serves another request in between: what that leaves on a module is seen by what follows.
+    """The model serves another request before or in between: what that leaves on a module is seen by what follows.
 
     Attributes:
         width: Tokens of the other's prompt.
+        singly: Tokens that follow it, one by one.
+        rows: ``"one"`` without pads; or ``"same"``: as many as the program has, padded otherwise: where a mask or a position
+            was kept by its shape, the next of that shape gets another's.
     """
 
     width: int
-    between = (1, 9)
+    singly: int = 0
+    rows: str = dataclasses.field(default="one", kw_only=True)
     proof = ("other requests", "no other request was served")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_known("rows of request", self.rows, ("one", "same"))
+
+    @classmethod
+    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Request:
+        """One row more often."""
+        width, same = draw.randint(1, 9), draw.random() < 0.3
+        return cls(width, draw.randint(1, 3), rows="same") if same else cls(width)
+
+    def offered(self, run: Run) -> bool:
+        """In between, or of as many rows before."""
+        return super().offered(run) or (self.rows == "same" and not run.filled)
+
     def do(self, run: Runs) -> Iterable[Tensor]:
-        """A forward on a cache of its own."""
-        run.tries("another request in between")
-        run.serve(run.other(self.width), kept="no")
+        """Forwards on a cache of their own."""
+        if self.rows == "same":
+            run.tries("another batch, padded otherwise")
+            run.serve_batch(self.width, self.singly)
+        else:
+            run.tries("another request in between")
+            run.serve(run.other(self.width), kept="no")
         run.count("other requests")
         return ()
+
+    def check(self, adapter: Adapter, length: int) -> None:
+        """A path runs one row more at the most."""
+        if self.rows == "same" or self.singly:
+            raise UnsupportedError(
+                f"{self} is tried in audits alone: give request({self.width}), or run kvinterp audit --calls."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,7 @@ APART = {
     "beside": "generate() from embeddings beside other ids",
     "sampled": "sampling",
     "sampled_assistant": "sampled assisted decoding",
+    "ends": "generate(), rows that end before others",
 }
 UNEQUAL = {"texts": "generate() of texts", "padded": "generate() of padded tokens without a mask"}
 """How users of TransformerLens give prompts of several lengths to its ``generate()``, which finds the pads or does not."""
@@ -66,8 +67,8 @@ class Generate(Operation):
         how: One of :data:`HOW`: on the program's cache, given the whole text, the new tokens alone, or prefilled in chunks; or
             with the whole text on a cache of its own: beams, an assistant model, drafts looked up in the prompt,
             a static cache, none; from the embeddings of the whole text, or those beside other ids, which are not to be read; with
-            tokens that are sampled, two texts of each row, or of drafts; or of TransformerLens's own models unequal prompts as
-            texts, or padded and without a mask.
+            tokens that are sampled, two texts of each row, or of drafts; with a token that ends some rows before others; or of
+            TransformerLens's own models unequal prompts as texts, or padded and without a mask.
         drafts: How many are looked up at a time.
     """
 
@@ -85,7 +86,8 @@ class Generate(Operation):
     def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Generate:
         """The program's cache more often."""
         drafting = [] if rows > 1 else ["assistant", "lookup"]
-        how = draw.choice(["whole", "whole", "new", "chunks", draw.choice(["beams", "static", "sampled", *drafting])])
+        others = ["beams", "static", "sampled", *drafting, *["ends"] * (rows > 1)]
+        how = draw.choice(["whole", "whole", "new", "chunks", draw.choice(others)])
         return cls(draw.randint(1, 4), draw.randint(2, 4) + 2 * (how in APART), how)
 
     def offered(self, run: Run) -> bool:
@@ -118,6 +120,8 @@ class Generate(Operation):
             return subject.adapter.takes_static
         if self.how in EMBEDDED or rows.fed == "embeds":
             return "inputs_embeds" in inspect.signature(subject.model.prepare_inputs_for_generation).parameters
+        if self.how == "ends":
+            return len(run.texts) > 1
         if self.how in DRAFTING:
             return len(run.texts) == 1 and not subject.stateful
         return self.how != "new" or super().offered(run)
@@ -167,14 +171,19 @@ class Generate(Operation):
         full, prompt = torch.cat([run.mask, mask], 1), torch.cat([run.ids, ids], 1)
         padded = bool((full == 0).any())
         name = f"{name}, {run.program.rows.ways}".removesuffix(", ")
-        if self.count > 1:
-            run.tries("decode step")
-        run.tries(f"{name}{PADDED}" if padded else name)
-        # Without a mask generate() takes a pad token that it generated before for a pad.
-        needed = padded or run.program.rows.told != "needed" or self.how == "new" or run.lines.named
+        needed = padded or run.program.rows.told != "needed" or self.how == "new"
+        # Without a mask generate() takes a pad token in the text, or one that it generated before, for a pad.
+        needed = needed or run.lines.named or run.program.rows.tokens != "plain"
         # An encoder-decoder's generate() makes no mask of its own, by which it tells old columns from new ones.
         needed = needed or (run.filled and "source" in run.subject.reads(run.begins))
         told = full if needed and "attention_mask" in run.subject.takes else None
+        end = self._end(run, prompt, told) if self.how == "ends" else None
+        if self.how == "ends" and end is None:
+            back()  # No token ends one row before another.
+            return
+        if self.count > 1:
+            run.tries("decode step")
+        run.tries(f"{name}{PADDED}" if padded else name)
         lengths = [len(text) for text in run.texts]
         given: Any = prompt if texts is None else texts
         run.pending, run.without = (ids, mask), lambda: self._uncached(run, given, told, lengths)
@@ -182,21 +191,35 @@ class Generate(Operation):
             self._on_the_cache(run, ids, mask, ids if self.how == "new" else prompt, told)
             return
         if run.subject.native:
-            self._apart(run, ids, mask, prompt, told)
+            self._apart(run, ids, mask, prompt, told, end)
         else:
             self._by_transformer_lens(run, ids, mask, told if padded else None, given)
         back()
 
+    def _end(self, run: Run, prompt: Tensor, told: Tensor | None) -> int | None:
+        """A token with which one row ends two tokens or more before another does; None where all go on alike."""
+        new = run.subject.generate(prompt, self.count, told, begins=run.begins).sequences[:, -self.count :].tolist()
+        first = {token: [[*row, token].index(token) for row in new] for row in new for token in row}
+        apart = (token for token, ends in first.items() if max(ends) - min(ends) > 1)
+        return next(apart, None)
+
     @staticmethod
-    def _took(run: Run, ids: Tensor, mask: Tensor, new: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Judges new tokens, and gives the columns that were fed: all but the last."""
-        for text, row in zip(run.texts, new.tolist(), strict=True):
-            text += row[:-1]
-        fed = torch.cat([ids, new[:, :-1]], 1), torch.cat([mask, torch.ones_like(new[:, :-1])], 1)
-        run.judge(logits[:, : new.shape[1]], *fed, last=True)
+    def _took(
+        run: Run, ids: Tensor, mask: Tensor, new: Tensor, logits: Tensor, end: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Judges new tokens, of each row up to its end, and gives the columns that were fed: all but the last."""
+        ends = [min([*row, end].index(end) + 1, len(row)) if end is not None else len(row) for row in new.tolist()]
+        for text, row, n in zip(run.texts, new.tolist(), ends, strict=True):
+            text += row[: n - 1]
+        real = torch.arange(new.shape[1] - 1, device=new.device) < torch.tensor(ends, device=new.device)[:, None] - 1
+        fed = torch.cat([ids, new[:, :-1]], 1), torch.cat([mask, real.to(mask)], 1)
+        run.judge(logits[:, : new.shape[1]], *fed, last=True, ends=ends)
         return fed
 
     def _on_the_cache(self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None) -> None:
+        run.turn()
+        run.turns_next = self.count > 1
+        run.reaches(at_once=ids.shape[1] if run.filled and self.how != "chunks" else 0)
         more = {"prefill_chunk_size": CHUNK} if self.how == "chunks" else {}
         whole = run.lines.columns(run.ids, ids)
         self._write(run, whole, f"torch.tensor({ids.tolist()})" if self.how == "new" else whole, told, more)
@@ -213,7 +236,7 @@ class Generate(Operation):
             run.lines.named = True
         run.took(*fed, run.cache if run.cache is not None else made)
 
-    def _apart(self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None) -> None:
+    def _apart(self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None, end: int | None) -> None:
         known: dict[str, dict[str, Any]] = {
             "beams": {"num_beams": 2, "num_return_sequences": 2},
             "lookup": {"prompt_lookup_num_tokens": self.drafts},
@@ -221,6 +244,7 @@ class Generate(Operation):
             "uncached": {"use_cache": False},
             "sampled": {"do_sample": True, "num_return_sequences": 2},
             "sampled_assistant": {"do_sample": True},
+            "ends": {"eos_token_id": end, "pad_token_id": run.subject.pad, "min_new_tokens": 0},
         }
         given = known.get(self.how, {})
         whole = run.lines.columns(run.ids, ids)
@@ -236,13 +260,14 @@ class Generate(Operation):
                 aside.enter_context(run.subject.adapter.own_state([]))
                 given["assistant_model"] = self._assistant(run.model)
             out = run.subject.generate(prompt, self.count, told, begins=run.begins, **given)
-        new, logits = out.sequences[:, -self.count :], torch.stack(out.logits, 1)
+        logits = torch.stack(out.logits, 1)
+        new = out.sequences[:, -logits.shape[1] if self.how == "ends" else -self.count :]
         if self.how == "beams":
             beams = out.beam_indices[:, : new.shape[1]].tolist()
             logits = torch.stack([torch.stack([logits[beam, t] for t, beam in enumerate(row)]) for row in beams])
         each = len(new) // len(run.texts)
         run.goes_on_as([row for row in range(len(run.texts)) for _ in range(each)])
-        self._took(run, ids.repeat_interleave(each, 0), mask.repeat_interleave(each, 0), new, logits)
+        self._took(run, ids.repeat_interleave(each, 0), mask.repeat_interleave(each, 0), new, logits, end)
 
     def _by_transformer_lens(self, run: Run, ids: Tensor, mask: Tensor, told: Tensor | None, given: Any) -> None:
         """TransformerLens's own loop, on a cache of its own."""
@@ -306,6 +331,8 @@ class Generate(Operation):
         mask = {} if told is None else {"attention_mask": told}
         more = {name: repr(value) for name, value in given.items()}
         most = {name: str(self.count) for name in ("max_new_tokens", "min_new_tokens")}
+        ends = ("eos_token_id", "pad_token_id", "min_new_tokens")
+        most |= {name: more.pop(name) for name in ends if name in more}
         most |= {
             "do_sample": "False",
             "disable_compile": "True",

@@ -16,7 +16,7 @@ from kvinterp.programs.program import Operation, Runs
 from kvinterp.programs.running import Run
 from kvinterp.programs.subject import Subject
 
-MOST = 6
+MOST = 18
 """The most rows that a cache grows to."""
 
 
