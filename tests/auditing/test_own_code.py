@@ -168,3 +168,8 @@ def test_code_that_holds_its_cache_promises_one_request_at_a_time():
     said = kv.audit(full=full, step=shared, programs=22)
     assert said.exit_code == 1
     assert "requests='one'" in str(said)
+
+
+def test_its_verdict_has_a_page(tmp_path):
+    kv.audit(full=full, step=step, checks="none", lengths=(5,), out=tmp_path / "it")
+    assert {"report.html", "verdict.json"} <= {place.name for place in (tmp_path / "it").iterdir()}

@@ -190,3 +190,22 @@ def test_a_row_that_reads_the_first_rows_image_is_found_and_pasted():
     run = came(behind(kv.wrap(model), [PROMPT], IMAGE), "rows(0+0)+feed(3)+feed(1)")
     assert run.word == WRONG, run.why
     assert "**source(" in pasted(run)
+
+
+def test_the_command_audits_an_encoder_decoder(tmp_path, monkeypatch):
+    """Of a user's own code, or a checkpoint whose class is named, as for any other model."""
+    from typer.testing import CliRunner
+
+    from kvinterp.cli import app
+
+    (tmp_path / "of_mine.py").write_text(
+        "import torch, transformers as tf\n"
+        "def make():\n"
+        "    torch.manual_seed(0)\n"
+        f"    return tf.BartForConditionalGeneration(tf.BartConfig(**{SIZES!r}, max_position_embeddings=64))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    ran = CliRunner().invoke(app, ["audit", "of_mine:make", "--out", "out", "--checks", "none", "--lengths", "5"])
+    assert ran.exit_code == 0, ran.output
+    assert "behind 24 + 17 + 11 encoded positions" in ran.output

@@ -45,9 +45,7 @@ class Planted(LlamaForCausalLM):
             attention_mask = torch.ones(fed.shape[:2])
         if not filled:
             pass
-        elif self.fault == "chunk" and fed.shape[1] > 1:
-            position_ids = torch.arange(fed.shape[1])[None]
-        elif self.fault == "embeds" and inputs_embeds is not None:
+        elif (self.fault == "chunk" and fed.shape[1] > 1) or (self.fault == "embeds" and inputs_embeds is not None):
             position_ids = torch.arange(fed.shape[1])[None]
         elif self.fault in ("bool_mask", "float_mask") and square:
             if attention_mask.is_floating_point() == (self.fault == "float_mask"):

@@ -299,6 +299,7 @@ def _audit_functions(subject: Subject, arguments: Mapping[str, Any], *read: str)
     if {check.name for check in checks if check.status == WRONG} & TWO_CACHES and subject.requests == "any":
         notes.append("code that holds its cache itself may promise one request at a time: then say requests='one'")
     about = {**machine(subject.device), "model": subject.name, "kind": "functions"}
+    about["dtype"] = dtype_name(subject.alone(subject.tokens[:1]).dtype)
     allow = allowed(arguments["allow"])
     verdict = of_functions(
         Evidence(subject.name, "", 0, checks=checks, allow=allow, notes=notes, about=about),

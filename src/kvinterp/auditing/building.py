@@ -67,6 +67,9 @@ def random_model(
 
 
 def _made(model: nn.Module, dtype: torch.dtype | None, device: torch.device, given: str, name: str) -> Adapter:
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        # Audited as it is: see kvinterp.auditing.own_code.
+        return model.to(device=device, dtype=dtype).eval().requires_grad_(False)  # type: ignore[return-value]
     with loading(given):
         adapter = wrap(model.to(device=device, dtype=dtype).eval().requires_grad_(False), name=name)
         check_causal(adapter)

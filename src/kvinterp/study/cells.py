@@ -25,6 +25,7 @@ import pandas as pd
 from kvinterp.common.progress import counting
 from kvinterp.common.store import Made, Store
 from kvinterp.errors import visible
+from kvinterp.models import Adapter
 
 log = logging.getLogger("kvinterp")
 
@@ -182,7 +183,9 @@ def stacked(parts: Iterable[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFra
 def _loaded(settings_json: str) -> Any:
     settings = json.loads(settings_json)
     module, _, function = settings.pop("loader", MODEL_LOADER).partition(":")
-    return getattr(importlib.import_module(module), function)(**settings).lasting()
+    made = getattr(importlib.import_module(module), function)(**settings)
+    # An encoder-decoder is audited as its user's model, without an adapter.
+    return made.lasting() if isinstance(made, Adapter) else made
 
 
 def loaded(model: Mapping[str, Any]) -> Any:
