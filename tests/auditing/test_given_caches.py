@@ -115,6 +115,7 @@ def test_a_cache_that_loses_is_excused_only_where_it_is_said_to(model):
     assert run.word == "wrong"
     assert "from the same cache without this use" in run.why
     assert "for ids in text.split(" in pasted(run)
+    assert one(model, given.Eighths, "rows(0+0)+feed(6)+feed(2,1)+again()+feed(6)+feed(2,1)", lossy=True).word == "right"
 
 
 def test_a_cache_of_sixteen_bits_is_held_against_the_plain_forward_where_its_casts_are_lifted(model):

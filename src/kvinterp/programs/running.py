@@ -595,6 +595,7 @@ class Run(Columns):
     def again(self) -> None:
         """Begins anew with the same tokens."""
         self._begin()
+        self.ends, self.singly, self.pending = [], 0, None
         self._makes_cache()
 
     def serve_batch(self, width: int, singly: int) -> None:
