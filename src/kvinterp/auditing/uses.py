@@ -100,14 +100,14 @@ def uses_of(
             said = f"what runs on this model does not follow a cast ({why}), so programs were judged in its own"
             not_reached.insert(0, Check("float64", NOT_RUN, f"{said} {dtype_name(adapter.dtype)}."))
         elif not subject.lossy if sixteen else not any(one.status == WRONG for one in checks):
-            checks += _narrow(adapter, subject, given, _wrong_uses(checks), programs // 3, seconds / 3, make)
+            checks += _narrow(adapter, subject, given, _wrong_uses(checks), programs // 5, seconds / 3, make)
         if asked is not None:
             checks = asked.blamed(adapter, asked.completed(subject, checks))
         if subject.mixes:
             said = f"in a batch the forward without a cache is off by {subject.mixes:.2g} from each row alone"
             checks.append(Check("batch", PLAIN, f"{said}: rows were tried alone.", subject.mixes, subject.limit))
         # What no contract of a cache promises: said, and no failure.
-        found, known = search(subject, programs // 4, seconds / 4, seed, faults=1, beyond="yes"), _wrong_uses(checks)
+        found, known = search(subject, programs // 6, seconds / 4, seed, faults=1, beyond="yes"), _wrong_uses(checks)
         checks += [_wrong(subject, one, BEYOND, found.ran) for one in found.wrong if base_of(one.use) not in known]
         return [*sorted(checks, key=lambda one: one.status != WRONG), *not_reached]
 
