@@ -239,6 +239,13 @@ def test_no_path_runs_them_and_says_so(text):
             list(kv.run(kv.wrap(adapter.model), [[*range(5, 25)]], kv.Cached(call=text), max_new_tokens=3))
 
 
+def test_a_tree_behind_pads_that_were_counted_is_left_out(sound):
+    """Given the mask alone a forward numbers columns, and the tree numbers tokens: a sound model was said to be wrong."""
+    run = tried(sound, program_named("rows(0+3,told=mask_alone)+feed(6)+tree(2+3)+feed(2,1)"))
+    assert run.word == RIGHT, run.why
+    assert not any("several ways" in use for use in run.uses)
+
+
 def test_every_choice_has_a_first_program():
     """What is offered is tried in every audit, at least once each."""
     rows = [program_named(text).rows for text in FIRST]

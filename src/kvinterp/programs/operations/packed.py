@@ -97,7 +97,9 @@ class Tree(_Several):
         whole = super().offered(run) and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
         takes = "bool_mask" in run.subject.choices.get("told", ()) and run.program.rows.kept(1) is None
         fits = run.ids.shape[1] + sum(self.numbers) < run.room and not run.lines.named
-        return bool(whole and takes and fits and not any(run.pads))
+        # Its positions count tokens, which a forward given the mask alone does not.
+        counts = run.program.rows.told != "mask_alone" or not any(run.program.rows.pads)
+        return bool(whole and takes and fits and counts and not any(run.pads))
 
     def judged(self, run: Run) -> None:
         """Each way against the plain forward of its row's text and itself."""
