@@ -43,6 +43,8 @@ FIRST = (
     "rows(0)+feed(6)+fork(2)+feed(2,1)",
     "rows(0)+feed(6)+request(5)+feed(2,1)",
     "rows(0)+feed(6)+feed(3,1)+again()+feed(6)+feed(3,1)",
+    "rows(0+0)+feed(6)+join()+feed(2,1)",
+    "rows(0)+feed(6)+draft(3)+draft(3)+feed(2,1)",
     "rows(0,cache=static)+feed(6)+feed(3,1)",
     "rows(0,cache=bare)+feed(6)+feed(3,1)",
     "rows(0+0)+generate(5,8,beams)",
