@@ -133,7 +133,7 @@ def test_a_planted_fault_is_shrunk_to_its_operations_and_shown_in_plain_python(f
 def test_what_is_tried_first_is_tried_whatever_else_is_wrong():
     """Behind four faults a search ended, and of beams it said neither word: mamba's beams were not found."""
     subject = planted("everything")
-    found = search(subject, 60, 60, faults=1)
+    found = search(subject, len(FIRST), 60, faults=1)
     assert found.ran >= len([text for text in FIRST if subject.offers(program_named(text).rows)])
     assert len(found.wrong) > 1
 

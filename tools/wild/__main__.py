@@ -184,7 +184,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="model types; all unless given; those that are there are left out")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "wild")
-    parser.add_argument("--programs", type=int, default=60)
+    parser.add_argument("--programs", type=int, default=100)
     parser.add_argument("--table", action="store_true", help="writes docs/wild.md from what is there")
     parser.add_argument("--reports", action="store_true", help="runs the scripts of docs/upstream again")
     given = parser.parse_args()
