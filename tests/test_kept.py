@@ -93,7 +93,7 @@ def test_what_is_saved_is_read_again_to_the_bit(found: dict[str, Result], which:
 )
 def test_it_is_shown_in_a_line_a_card_and_a_page(found: dict[str, Result], which: str, tmp_path: Path) -> None:
     made = found[which]
-    assert re.fullmatch(r"<\w+ .{10,180}>", repr(made)), repr(made)
+    assert re.fullmatch(r"<\w+ .{10,220}>", repr(made)), repr(made)
     assert MODEL in repr(made)
     card = made._repr_html_()
     assert len(card) < 250_000

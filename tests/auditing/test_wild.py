@@ -13,7 +13,7 @@ def row(**told):
 def test_every_use_has_a_column_and_every_column_a_use():
     made = {}
     exec(written("llama", {}), made)
-    found = row(**searched(made["model"].eval(), 26))
+    found = row(**searched(made["model"].eval(), 100))
     assert all(column_of(use) for use in found["uses"]), found["uses"]
     assert line_of(found) == ["right"] * len(COLUMNS) + [""]
     assert verdict(found) == "right"
