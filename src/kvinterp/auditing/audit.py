@@ -148,7 +148,7 @@ def audit(
             anew, and what needs two caches at once is listed as refused. ``"any"``: caches live beside one another.
         inputs: What the first forward gets besides, by name, such as ``pixel_values``, for a prompt that holds more than text:
             then ``prompts`` is that one prompt as token ids, and every row begins with it and an image of its own; or a list of
-            both. Of an encoder-decoder what its encoder reads, a row a source.
+            both. An encoder-decoder takes what its encoder reads, a row a source.
         cache: Another cache than the model's own, which alone is asked about: a class of transformers caches of your own, a
             function that makes one, or a kind by name, such as ``"quantized(4)"``; see :func:`kvinterp.Cached`. Programs run on
             it, and its own methods move its rows and take its positions back.

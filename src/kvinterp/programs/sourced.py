@@ -291,7 +291,7 @@ class PromptSubject(SourcedSubject):
     Args:
         adapter: The model.
         prompts: Prompts as token ids, one or several.
-        inputs: For each, tensors by name, as the model's own forward takes them beside its tokens. Of a single prompt others are
+        inputs: For each, tensors by name, as the model's own forward takes them beside its tokens. From a single prompt others are
             made, with the same tokens and the numbers of its floating-point inputs in reverse.
         lifted: As of :class:`ModelSubject`.
     """

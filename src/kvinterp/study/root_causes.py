@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ Place = tuple[str, int]
 
 @contextlib.contextmanager
 def hearing(
-    adapter: Adapter, places: Iterable[Place], planted: Mapping[Place, Callable[[Tensor], Tensor]] = {}
+    adapter: Adapter, places: Iterable[Place], planted: Mapping[Place, Callable[[Tensor], Tensor]] = MappingProxyType({})
 ) -> Iterator[dict[Place, Tensor]]:
     """Within it the newest position of what a model computes at some places is noted, by place.
 
