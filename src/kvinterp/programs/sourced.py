@@ -96,7 +96,12 @@ class SourcedSubject(ModelSubject):
         known = self.called(prompt, {**told, **self.reads(begins)}, _filled(cache))
         known |= {} if cache is None else {self.cache_name: cache}
         known |= {name: more.pop(name) for name in ("assistant_model",) if name in more}
-        return self.model.generate(generation_config=self._greedy(count, **more), **known)
+        chosen = self._greedy(count, **self.begun(prompt, begins, known), **more)
+        return self.model.generate(generation_config=chosen, **known)
+
+    def begun(self, prompt: Tensor, begins: Sequence[tuple[int, ...]], known: dict[str, Any]) -> dict[str, Any]:
+        """What ``generate()`` is told of a prompt besides; ``known`` is what it is given, and may be changed."""
+        return {}
 
     def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
         """As its users call it."""
@@ -234,24 +239,12 @@ class EncoderDecoderSubject(SourcedSubject):
         )
         return f"cache = EncoderDecoderCache({own}, {other})"
 
-    def generate(
-        self,
-        prompt: Tensor,
-        count: int,
-        mask: Tensor | None,
-        cache: Any = None,
-        begins: Sequence[tuple[int, ...]] = (),
-        **more: Any,
-    ) -> Any:
+    def begun(self, prompt: Tensor, begins: Sequence[tuple[int, ...]], known: dict[str, Any]) -> dict[str, Any]:
         """It puts a start token in front of a text that does not begin with it; what no pads touch the encoder reads itself."""
-        told = {} if mask is None else {"attention_mask": mask}
-        known = self.called(prompt, {**told, **self.reads(begins)}, _filled(cache))
         if not self.padded:
             del known["encoder_outputs"]
             known[self.reads_as] = torch.cat([self.read[row] for row in self.reads(begins)["source"].tolist()])
-        known |= {} if cache is None else {self.cache_name: cache}
-        chosen = self._greedy(count, **more, decoder_start_token_id=int(prompt[0, 0]))
-        return self.model.generate(generation_config=chosen, **known)
+        return {"decoder_start_token_id": int(prompt[0, 0])}
 
     def called(self, ids: Tensor, told: Mapping[str, Tensor], filled: str) -> dict[str, Any]:
         """The decoder's tokens, mask and positions, and what the encoder made of the rows' sources."""
@@ -291,8 +284,8 @@ class PromptSubject(SourcedSubject):
     Args:
         adapter: The model.
         prompts: Prompts as token ids, one or several.
-        inputs: For each, tensors by name, as the model's own forward takes them beside its tokens. From a single prompt others are
-            made, with the same tokens and the numbers of its floating-point inputs in reverse.
+        inputs: For each, tensors by name, as the model's own forward takes them beside its tokens. From a single prompt others
+            are made, with the same tokens and the numbers of its floating-point inputs in reverse.
         lifted: As of :class:`ModelSubject`.
     """
 
