@@ -89,7 +89,7 @@ def test_in_a_notebook(printed: Callable[[str], str]) -> None:
     first, *lines, cause, counts = printed("README").strip().splitlines()
     kind = "hooked" if has_hooked_transformer() else "bridge"
     assert first.startswith(f"cached+int8 against recompute on zoo:mistral-mini ({kind}, float16, matched; ")
-    assert re.search(r"different logits at \d+ of \d+ steps", first), first
+    assert re.search(r"The logits differ at \d+ of \d+ steps", first), first
     assert any(re.search(r"(?i)layers 0 to 3 together recover most: (9\d|10\d)\s%", line) for line in lines), lines
     assert "K and V as the cached path keeps them" in cause
     assert all(int(count) > 0 for count in counts.split())
