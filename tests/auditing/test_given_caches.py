@@ -32,7 +32,7 @@ def model():
 
 
 def audited(model, cache, **more):
-    return kv.audit(model, cache=cache, **{"programs": 26, "seconds": 20} | more)
+    return kv.audit(model, cache=cache, **{"programs": 34, "seconds": 20} | more)
 
 
 def wrong(verdict):
