@@ -24,11 +24,12 @@ from transformers import (
 
 import kvinterp as kv
 from kvinterp.auditing.uses import _checks, _cut, _edges, _over, _past
+from kvinterp.programs.function_subject import FunctionSubject
+from kvinterp.programs.model_subject import ModelSubject
 from kvinterp.programs.names import program_named
 from kvinterp.programs.reach import Reach
 from kvinterp.programs.running import PLAIN, RIGHT, WRONG
 from kvinterp.programs.search import FIRST, far, search, tried
-from kvinterp.programs.subject import FunctionSubject, ModelSubject
 
 SMALL = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

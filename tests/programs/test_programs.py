@@ -26,13 +26,14 @@ import kvinterp as kv
 from kvinterp.auditing.checks import NUMBERS
 from kvinterp.auditing.uses import FEWER_BITS, programs_named, uses_of
 from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.programs.function_subject import FunctionSubject
+from kvinterp.programs.model_subject import ModelSubject
 from kvinterp.programs.names import OPERATIONS, program_named
 from kvinterp.programs.pasted import pasted
 from kvinterp.programs.place import placed
 from kvinterp.programs.program import Program, Rows
 from kvinterp.programs.running import PLAIN, RIGHT, WRONG, Run
 from kvinterp.programs.search import FIRST, drawn, search, smaller
-from kvinterp.programs.subject import FunctionSubject, ModelSubject
 
 SMALL = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 import kvinterp as kv
 from kvinterp.models.transformer_lens_api import unequal
+from kvinterp.programs.model_subject import ModelSubject
 from kvinterp.programs.names import program_named
 from kvinterp.programs.running import PLAIN, RIGHT, WRONG
 from kvinterp.programs.search import OF_TRANSFORMER_LENS, tried
-from kvinterp.programs.subject import ModelSubject
 from support import Case, bare_hooked_transformer
 
 pytestmark = pytest.mark.hooked

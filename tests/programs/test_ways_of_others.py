@@ -14,12 +14,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import kvinterp as kv
 from kvinterp.errors import UnsupportedError
 from kvinterp.paths.programmed import check
+from kvinterp.programs.model_subject import ModelSubject
 from kvinterp.programs.names import OPERATIONS, program_named
 from kvinterp.programs.pasted import pasted
 from kvinterp.programs.program import ASKS, ATTENTION, FED, MASKS, Rows
 from kvinterp.programs.running import REFUSED, RIGHT, WRONG
 from kvinterp.programs.search import FIRST, least, search, tried
-from kvinterp.programs.subject import ModelSubject, apart
+from kvinterp.programs.subject import apart
 
 SMALL = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

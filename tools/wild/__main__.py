@@ -81,10 +81,10 @@ def tried(name: str, config: Mapping[str, Any], programs: int) -> dict[str, Any]
 def searched(model: torch.nn.Module, programs: int) -> dict[str, Any]:
     """By use how many programs were right or another word, and what is wrong: a quarter as many go beyond the contract."""
     from kvinterp.models import wrap
+    from kvinterp.programs.model_subject import ModelSubject
     from kvinterp.programs.pasted import pasted
     from kvinterp.programs.place import placed
     from kvinterp.programs.search import base_of, search
-    from kvinterp.programs.subject import ModelSubject
 
     began, subject = time.process_time(), ModelSubject(wrap(model))
     found = search(subject, programs, BUDGET, faults=FAULTS)

@@ -59,9 +59,10 @@ from kvinterp.models.provenance import machine, provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.paths.prompt import prompt_difference
+from kvinterp.programs.function_subject import FunctionSubject
 from kvinterp.programs.program import Program
 from kvinterp.programs.running import RIGHT, WRONG
-from kvinterp.programs.subject import FunctionSubject, Subject
+from kvinterp.programs.subject import Subject
 from kvinterp.recording import Trace
 
 READ_OF_FUNCTIONS = ("calls", "programs", "seconds", "checks", "lengths", "steps", "prompts", "reach")

@@ -19,10 +19,11 @@ from kvinterp.errors import InputError, KvinterpError, reason, shown
 from kvinterp.models import Adapter
 from kvinterp.models.inputs import token_ids
 from kvinterp.models.native import copied
+from kvinterp.programs.function_subject import FunctionSubject
 from kvinterp.programs.operations.feed import Feed
 from kvinterp.programs.program import Program, Rows
 from kvinterp.programs.sourced import EncoderDecoderSubject, PromptSubject
-from kvinterp.programs.subject import FunctionSubject, Subject, row_draw
+from kvinterp.programs.subject import Subject, row_draw
 
 FAR = (255, 509)
 """Prompts whose next tokens cross 256 columns, and fill 512: a cache of code of one's own may well hold no more."""

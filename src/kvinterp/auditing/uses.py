@@ -21,6 +21,7 @@ from kvinterp.models.caches import MOVES, CacheKind, MadeBy, Named, offers
 from kvinterp.models.door import quiet_transformers
 from kvinterp.models.positions import Counted, counted, counted_by
 from kvinterp.programs.crashes import CRASHES, OURS, whose
+from kvinterp.programs.model_subject import ModelSubject
 from kvinterp.programs.names import call_named, program_named
 from kvinterp.programs.operations.crop import croppable
 from kvinterp.programs.pasted import pasted
@@ -28,7 +29,7 @@ from kvinterp.programs.place import placed
 from kvinterp.programs.program import Program
 from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, Run
 from kvinterp.programs.search import EDGES, FIRST, FURTHEST, Searched, base_of, far, least, search, tried
-from kvinterp.programs.subject import NARROW, ROOM, ModelSubject, Subject, apart
+from kvinterp.programs.subject import NARROW, ROOM, Subject, apart
 
 PROGRAMS, SECONDS = 100, 40.0
 """Programs that are run unless told, and processor seconds that they take at most."""

@@ -16,9 +16,10 @@ import torch
 
 from kvinterp.errors import named
 from kvinterp.models.caches import MadeBy
+from kvinterp.programs.function_subject import FunctionSubject
+from kvinterp.programs.model_subject import ModelSubject
 from kvinterp.programs.operations.fork import Again
 from kvinterp.programs.running import Run
-from kvinterp.programs.subject import FunctionSubject, ModelSubject
 
 FROM_TRANSFORMERS = ("DynamicCache", "StaticCache", "EncoderDecoderCache")
 AS_MUCH = 2.0

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from kvinterp.models.derived import SDPA
 from kvinterp.models.hooks import Functions, first_of
+from kvinterp.programs.model_subject import ModelSubject
 from kvinterp.programs.program import Program
 from kvinterp.programs.running import WRONG, Run
-from kvinterp.programs.subject import ModelSubject, apart
+from kvinterp.programs.subject import apart
 
 READ = ("K", "V")
 """What is read at all columns so far."""

@@ -19,8 +19,9 @@ from kvinterp.models import Adapter
 from kvinterp.models.native import NativeAdapter
 from kvinterp.models.transformers_cache import returned_cache
 from kvinterp.programs.lines import arguments
+from kvinterp.programs.model_subject import ModelSubject
 from kvinterp.programs.program import Rows
-from kvinterp.programs.subject import NARROW, TEXTS, ModelSubject, casts_lifted
+from kvinterp.programs.subject import NARROW, TEXTS, casts_lifted
 
 SOURCES = (24, 17, 11)
 """Tokens that an encoder reads for each row: unequal, so that they are padded; more than a window where it has one."""
