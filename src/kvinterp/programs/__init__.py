@@ -4,6 +4,7 @@ A cache is right if every way of using it gives, for every row, the logits of on
 tokens.
 
 - ``program``, ``operations/``, ``names``: what is done, as data; :mod:`kvinterp.paths.programmed` runs it on a path;
-- ``subject``, ``model_subject``, ``function_subject``, ``sourced``: what an audit runs, and the null; ``running``: does and judges it;
+- ``subject``, ``model_subject``, ``function_subject``, ``sourced``: what an audit runs, and the null; ``running``: does and
+  judges it;
 - ``search``: draws programs and shrinks the first that is wrong; ``place``: where it is wrong; ``pasted``: it in plain Python.
 """
