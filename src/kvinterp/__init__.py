@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
     from kvinterp.comparison import Comparison, compare
     from kvinterp.comparison.lens import logit_lens
+    from kvinterp.comparison.matching import SiteMatches, match_sites
     from kvinterp.comparison.traces import compare_traces
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.errors import CacheNotReadWarning, InputError, KvinterpError, NonFiniteError, UnsupportedError
@@ -47,6 +48,7 @@ _HOMES = {
     "auditing.shape_dependence": ("KernelsTable", "kernels_table"),
     "comparison": ("Comparison", "compare"),
     "comparison.lens": ("logit_lens",),
+    "comparison.matching": ("SiteMatches", "match_sites"),
     "comparison.traces": ("compare_traces",),
     "data": ("Prompt", "load_prompts"),
     "errors": ("CacheNotReadWarning", "InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
@@ -94,6 +96,7 @@ __all__ = [
     "Prompt",
     "Recompute",
     "Recorder",
+    "SiteMatches",
     "Sweep",
     "TopK",
     "TopP",
@@ -115,6 +118,7 @@ __all__ = [
     "load_prompts",
     "localise",
     "logit_lens",
+    "match_sites",
     "mean_donor",
     "patch_panel",
     "patched",

@@ -76,3 +76,16 @@ def test_what_cannot_be_compared_is_one_sentence(tmp_path: Path, make: object, s
     one, _ = dumps(tmp_path)
     make(tmp_path / "bad.npz")  # type: ignore[operator]
     wrong(said, "compare-traces", one, tmp_path / "bad.npz", "--out", tmp_path / "out")
+
+
+def test_dumps_without_a_common_name_are_told_by_what_they_hold(tmp_path: Path) -> None:
+    """An engine's own names, and its "layer 1" is what we call layer 0."""
+    one, _ = dumps(tmp_path)
+    tensors = {
+        f"engine.layer.{n + 1}": torch.tensor(np.load(one.with_suffix(".npz"))[f"blocks.{n}.hook_resid_post"])
+        for n in (0, 1)
+    }
+    save_file(tensors, tmp_path / "engine.safetensors")
+    made = kvinterp("compare-traces", one, tmp_path / "engine.safetensors", "--out", tmp_path / "out")
+    assert made.exit_code == 0, made.output
+    assert "theirs, engine.layer.1, is our resid_post of layer 0 (0 of its length" in " ".join(made.stdout.split())

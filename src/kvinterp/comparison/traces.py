@@ -14,6 +14,7 @@ from torch import Tensor
 from kvinterp.common import words
 from kvinterp.common.checks import check_choice, check_instance
 from kvinterp.comparison.comparison import Comparison
+from kvinterp.comparison.matching import misnamed
 from kvinterp.comparison.recordable import COMPARED
 from kvinterp.comparison.rows import comparison_of_example, token_probability
 from kvinterp.comparison.tables import Differences
@@ -84,6 +85,7 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
         "provenance_b": b.provenance,
         "derived": sorted({*a.derived, *b.derived} & {"pattern"}),
         "lets_go": list(evicting),
+        "matches": [] if from_arrays is None else misnamed(*((a, b) if from_arrays is b else (b, a))),
     }
     frames, ids = differences.frames([0]), [*map(torch.from_numpy, tokens)]
     if from_arrays is None:

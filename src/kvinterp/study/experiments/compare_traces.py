@@ -2,13 +2,14 @@
 
 A file is ``.safetensors`` or ``.npz``; its tensors have any names: sites (``resid_post.3``), TransformerLens's hooks
 (``blocks.3.hook_resid_post``), transformers' modules. Those that both sides name are compared row by row (the last axis is a
-row), in the order of layers, in units of the dtype that they are stored in. Nothing is run: the two sides may come from
-two engines, versions or machines.
+row), in the order of layers, in units of the dtype that they are stored in. Each is also looked for among all tensors of the
+other side, which says so where a name misleads. Nothing is run: the two sides may come from two engines, versions or machines.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from kvinterp.comparison.matching import listed_lines, match_sites
 from kvinterp.metrics import vector_errors
 from kvinterp.study.experiments.kit import (
     Cell,
@@ -35,6 +37,10 @@ from kvinterp.study.experiments.kit import (
     finding_from,
     number,
 )
+
+COLUMNS = ("tensor", "dtype", "rows", "share_differing", "first_row", "max_abs", "max_ulp", "relative_l2")
+MOST = 10_000
+"""At most so many pairs of tensors are tried for a match."""
 
 
 class CompareTraces(Experiment):
@@ -56,7 +62,7 @@ class CompareTraces(Experiment):
         """The first tensor that differs, and the one that differs most."""
         table, alone = result.tables["tensors"], result.summary["alone"]
         sides = f"{self.first} against {self.second}"
-        lines = [f"{sides}: all {counted(len(table), 'tensor')} that both name are equal to the bit."]
+        lines = [f"{sides}: all {counted(len(table), 'tensor')} that both name are equal to the bit."] * bool(len(table))
         apart = table[table["share_differing"] > 0]
         if len(apart):
             first, most = apart.iloc[0], apart.loc[apart["relative_l2"].idxmax()]
@@ -65,6 +71,7 @@ class CompareTraces(Experiment):
                 f"{first['first_row']} on, by {number(first['max_ulp'])} units in the last place of {first['dtype']} at most "
                 f"({number(first['relative_l2'])} of its length); most {most['tensor']}, {number(most['relative_l2'])}."
             ]
+        lines += result.summary["matches"]
         for side, names in alone.items():
             listed = ", ".join([*names[:5], *["..."] * (len(names) > 5)])
             lines += [f"Only {side} names {counted(len(names), 'tensor')}: {listed}"] * bool(names)
@@ -131,7 +138,8 @@ def compared(a: str, b: str) -> Made:
     """
     sides = tensors_of(a), tensors_of(b)
     common = sorted(sides[0].keys() & sides[1].keys(), key=_order)
-    if not common:
+    matches = _matches(*sides)
+    if not common and not matches:
         raise InputError(
             f"{a!r} and {b!r} have no tensor of the same name: {sorted(sides[0])[:4]} and {sorted(sides[1])[:4]}."
         )
@@ -163,4 +171,16 @@ def compared(a: str, b: str) -> Made:
             }
         )
     alone = {name: sorted(mine.keys() - set(common), key=_order) for name, mine in zip((a, b), sides, strict=True)}
-    return {"tensors": pd.DataFrame(rows)}, {"alone": alone, "provenance": {}}
+    table = pd.DataFrame(rows, columns=COLUMNS)
+    return {"tensors": table}, {"alone": alone, "matches": matches, "provenance": {}}
+
+
+def _matches(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:
+    """Says which tensors of the first side those of the second are, where one is another than its name says."""
+    rows = [{name: each for name, each in side.items() if each.is_floating_point() and each.dim() > 1 and each.numel()}
+            for side in (ours, theirs)]  # fmt: skip
+    if not all(rows) or len(rows[0]) * len(rows[1]) > MOST:
+        return []
+    found = match_sites(*rows).table
+    wrong = (found["named"] != "yes") & (found["sure"] == "yes")
+    return listed_lines(found[wrong]) if wrong.any() else []
