@@ -166,9 +166,17 @@ def test_sampled_drafts_that_are_wrong_are_seen():
 
 
 def test_flex_attention_runs_uncompiled_and_the_models_own_is_put_back():
-    """In float64 and without a compiler; on a CPU its compiled kernel takes neither."""
-    subject = subject_of("flex_attention")
-    assert tried(subject, program_named("rows(0,attention=flex_attention)+feed(6)+feed(2,1)")).word == WRONG
+    """In float64 and without a compiler; on a CPU its compiled kernel takes neither, and its import alone takes seconds."""
+    from transformers.integrations.flex_attention import WrappedFlexAttention
+
+    subject, compiles, kept = subject_of("flex_attention"), torch.compile, WrappedFlexAttention._instance
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda *given, **more: pytest.fail("something was compiled"))
+        never = torch.compile
+        assert tried(subject, program_named("rows(0,attention=flex_attention)+feed(6)+feed(2,1)")).word == WRONG
+        assert torch.compile is never
+    assert torch.compile is compiles
+    assert WrappedFlexAttention._instance is kept
     assert subject.model.config._attn_implementation == "sdpa"
 
 

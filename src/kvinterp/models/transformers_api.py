@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -47,6 +48,27 @@ def looks_for_packed_texts(forward: Callable[[], object]) -> bool:
     finally:
         masking_utils.find_packed_sequence_indices = own
     return bool(calls)
+
+
+@contextlib.contextmanager
+def flex_uncompiled() -> Iterator[None]:
+    """Runs flex attention as it is: nothing is compiled, and what transformers keeps of a compiled one stays as it was.
+
+    The stance alone would do, but each ``torch.compile`` imports the compiler all the same, which takes seconds.
+    """
+    from transformers.integrations.flex_attention import WrappedFlexAttention
+
+    def uncompiled(function: Any = None, **options: Any) -> Any:
+        return function if function is not None else lambda own: own
+
+    own, kept = torch.compile, WrappedFlexAttention._instance
+    with torch.compiler.set_stance("force_eager"):
+        WrappedFlexAttention._instance = None
+        torch.compile = uncompiled  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.compile, WrappedFlexAttention._instance = own, kept  # type: ignore[method-assign]
 
 
 def from_config(config: Any, attention: str | None, trusted: bool) -> Any:

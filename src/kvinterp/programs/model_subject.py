@@ -16,7 +16,7 @@ from torch import Tensor
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.caches import CacheKind
-from kvinterp.models.transformers_api import can_generate, greedy, looks_for_packed_texts
+from kvinterp.models.transformers_api import can_generate, flex_uncompiled, greedy, looks_for_packed_texts
 from kvinterp.models.transformers_cache import returned_cache
 from kvinterp.programs.lines import arguments
 from kvinterp.programs.program import ATTENTION, KEEP, MASKS, Program, Rows
@@ -465,7 +465,7 @@ def attention_set(model: Any, name: str) -> Iterator[None]:
     before = [(config, vars(config)[key]) for config in held.values() if key in vars(config)]
     try:
         model.set_attn_implementation(name)
-        with torch.compiler.set_stance("force_eager") if name == "flex_attention" else contextlib.nullcontext():
+        with flex_uncompiled() if name == "flex_attention" else contextlib.nullcontext():
             yield
     finally:
         for config, value in before:
