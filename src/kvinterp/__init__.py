@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from kvinterp.paths import Cached, ExecutionPath, Greedy, Recompute, TopK, TopP, path_named, run
     from kvinterp.policies import Policy, policy_named
-    from kvinterp.recording import Recorder, Trace, record
+    from kvinterp.recording import Generation, Recorder, Trace, generated, record
     from kvinterp.study.experiments.keeping import experiment, load
     from kvinterp.study.report.attention import attention_comparison
     from kvinterp.study.report.panel import patch_panel
@@ -70,7 +70,7 @@ _HOMES = {
     ),
     "paths": ("Cached", "ExecutionPath", "Greedy", "Recompute", "TopK", "TopP", "path_named", "run"),
     "policies": ("Policy", "policy_named"),
-    "recording": ("Recorder", "Trace", "record"),
+    "recording": ("Generation", "Recorder", "Trace", "generated", "record"),
     "study.report.attention": ("attention_comparison",),
     "study.report.panel": ("patch_panel",),
 }
@@ -84,6 +84,7 @@ __all__ = [
     "Cached",
     "Comparison",
     "ExecutionPath",
+    "Generation",
     "Greedy",
     "InputError",
     "KernelsTable",
@@ -112,6 +113,7 @@ __all__ = [
     "decompose",
     "donor_trace",
     "experiment",
+    "generated",
     "kernels_table",
     "load",
     "load_model",

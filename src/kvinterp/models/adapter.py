@@ -190,6 +190,22 @@ class Adapter(Attaching):
         """Finds the cache among the arguments of the model's own call, as :meth:`block_cache` will see it at the first block."""
         return self.block_cache(args, kwargs)
 
+    @abc.abstractmethod
+    def generate(self, tokens: Tensor, mask: Tensor, options: Mapping[str, Any]) -> Tensor:
+        """Runs the ``generate()`` of the model's own library, greedily unless the options say otherwise.
+
+        Args:
+            tokens: The prompts, ``[batch, column]``, padded at the left.
+            mask: 0 for pads.
+            options: Options of that ``generate()``, ``max_new_tokens`` among them.
+
+        Returns:
+            Prompts and generated tokens, ``[batch, column]``.
+
+        Raises:
+            UnsupportedError: It has none, or it cannot be given this.
+        """
+
     @property
     def attention_only(self) -> bool:
         """Whether every layer keeps plain keys and values, so that a store can also take part in a pass without a cache."""

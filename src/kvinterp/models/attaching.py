@@ -41,6 +41,11 @@ class Attaching(abc.ABC):
     def blocks(self) -> nn.ModuleList:
         """The blocks, in order; the residual stream is the first argument and the first output of each."""
 
+    @property
+    @abc.abstractmethod
+    def embedding(self) -> nn.Module | None:
+        """The module that is given the token ids; None where the model does not say which."""
+
     @abc.abstractmethod
     def tap(self, site: str, layer: int) -> Tap:
         """Finds a site; raises UnsupportedError, saying why and what to do, where the model has none."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from kvinterp.models.native import (
     transformers_facts,
 )
 from kvinterp.models.sites import MLP_SITES, ROUTING_SITES
+from kvinterp.models.transformer_lens_api import generated_by
 from kvinterp.models.transformers_cache import OnTransformersCache, TransformersCache, model_cache
 
 
@@ -135,6 +137,10 @@ class BridgeAdapter(OnTransformersCache):
         if self.cache_name:
             options[self.cache_name] = cache
         return self.model(tokens, return_type="logits", use_cache=True, **options), cache
+
+    def generate(self, tokens: Tensor, mask: Tensor, options: Mapping[str, Any]) -> Tensor:
+        """Runs the bridge's own."""
+        return generated_by(self.model, tokens, mask, options)
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache:
         """Makes the DynamicCache that a bridge's users make."""

@@ -21,6 +21,7 @@ from kvinterp.models.hook_names import hook_name
 from kvinterp.models.hooks import Tap, routing_tap, wrapping_methods
 from kvinterp.models.native import copied
 from kvinterp.models.sites import LAYOUTS, MLP_SITES, ROUTING_SITES
+from kvinterp.models.transformer_lens_api import generated_by
 
 
 def _transpose(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -185,6 +186,15 @@ class HookedAdapter(Adapter):
     def blocks(self) -> nn.ModuleList:
         """The blocks."""
         return self.model.blocks  # type: ignore[return-value]
+
+    def generate(self, tokens: Tensor, mask: Tensor, options: Mapping[str, Any]) -> Tensor:
+        """Runs TransformerLens's own."""
+        return generated_by(self.model, tokens, mask, options)
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The token embedding."""
+        return self.model.embed  # type: ignore[return-value]
 
     def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> _OwnCache:
         """Makes a TransformerLensKeyValueCache."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from kvinterp.common.checks import check_whole, given_list, whole_number
@@ -132,16 +133,10 @@ def pads_without_mask(adapter: Adapter, args: Sequence[Any], kwargs: Mapping[str
     # A model of TransformerLens makes the mask itself where its tokenizer pads on the left.
     if not adapter.plain and getattr(tokenizer, "padding_side", "") == "left":
         return ""
-    pad, bos, eos = (_special(adapter, f"{name}_token_id") for name in ("pad", "bos", "eos"))
-    if pad is None:
+    leading, least = _leading_pads(adapter, tokens)
+    if not leading or max(leading) <= least:
         return ""
-    # One reading from the device for all rows; a row of nothing else has 0.
-    leading = (tokens != pad).int().argmax(1).tolist()
-    # A token that begins every text, or ends the one before it, is no padding where each row has one.
-    own = int(pad in (bos, eos) or len(leading) == 1)
-    least = min(own, *leading)
-    if max(leading) <= least:
-        return ""
+    pad = _special(adapter, "pad_token_id")
     count = sum(number > least for number in leading)
     rows = f"{count} of {len(leading)} rows begin" if len(leading) > 1 else "the row begins"
     return (
@@ -149,6 +144,38 @@ def pads_without_mask(adapter: Adapter, args: Sequence[Any], kwargs: Mapping[str
         "text, at the positions of text: give attention_mask=(tokens != pad).long() and position_ids, as generate() makes them, "
         "or run each text alone."
     )
+
+
+def leading_pads(adapter: Adapter, tokens: Tensor) -> list[int]:
+    """How many pad tokens each row of a batch begins with, ``[batch, position]``.
+
+    A token that begins every text, or ends the one before it, is no padding where each row has one.
+    """
+    leading, least = _leading_pads(adapter, tokens)
+    begins = _special(adapter, "pad_token_id") in (_special(adapter, "bos_token_id"), _special(adapter, "eos_token_id"))
+    return [number - least * begins if number > least else 0 for number in leading] or [0] * len(tokens)
+
+
+def _leading_pads(adapter: Adapter, tokens: Tensor) -> tuple[list[int], int]:
+    """How many pad tokens each row begins with, and how many of these may be no padding; nothing where none is a pad token."""
+    pad, bos, eos = (_special(adapter, f"{name}_token_id") for name in ("pad", "bos", "eos"))
+    if pad is None:
+        return [], 0
+    # One reading from the device for all rows; a row of nothing else has 0.
+    leading = (tokens != pad).int().argmax(1).tolist()
+    return leading, min(int(pad in (bos, eos) or len(leading) == 1), *leading)
+
+
+def left_padded(adapter: Adapter, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Makes one batch of prompts of several lengths, on the model's device.
+
+    Returns:
+        Token ids, padded at the left, and the mask, 0 for pads; both ``[batch, column]``.
+    """
+    pad, width = _special(adapter, "pad_token_id") or 0, max(map(len, rows))
+    tokens = [[pad] * (width - len(row)) + list(row) for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(tokens, device=adapter.device), torch.tensor(mask, device=adapter.device)
 
 
 def _special(adapter: Adapter, name: str) -> int | None:

@@ -11,8 +11,8 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -342,6 +342,21 @@ class NativeAdapter(OnTransformersCache):
                 "recompute paths only, without a chunk."
             )
         return output.logits
+
+    def generate(self, tokens: Tensor, mask: Tensor, options: Mapping[str, Any]) -> Tensor:
+        """Runs transformers' own."""
+        model: Any = self.model
+        if not callable(getattr(model, "generate", None)):
+            raise UnsupportedError(
+                f"a {type(model).__name__} has no generate(): open kv.record(model, ..., positions='all') around a loop of "
+                "your own, and call its texts()."
+            )
+        chosen: dict[str, Any] = {"do_sample": False}
+        if getattr(getattr(model, "generation_config", None), "pad_token_id", None) is None:
+            # Otherwise generate() names one in a warning; which one does not matter, as pads are masked.
+            chosen["pad_token_id"] = 0
+        found = model.generate(tokens, attention_mask=mask, **(chosen | dict(options)))
+        return cast(Tensor, getattr(found, "sequences", found))
 
     def tap(self, site: str, layer: int) -> Tap:
         """Finds the module that has a site in this architecture, and checks once that its tensor is what the site means."""

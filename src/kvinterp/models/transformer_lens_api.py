@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from kvinterp.errors import UnsupportedError
+from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.hooks import wrapping_methods
 
 
@@ -46,6 +46,35 @@ def unequal(model: Any, rows: Sequence[Sequence[int]], how: str) -> tuple[list[s
         return texts, [model.to_tokens(text)[0].tolist() for text in texts], pad
     begins = getattr(tokenizer, "bos_token_id", None) if getattr(model.cfg, "default_prepend_bos", False) else None
     return None, [[*row] if begins is None else [begins, *row[1:]] for row in rows], pad
+
+
+def generated_by(model: Any, tokens: Tensor, mask: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Runs a model's own ``generate()`` on token ids, quietly; greedily and until the end token unless the options say otherwise.
+
+    Args:
+        model: A HookedTransformer or a TransformerBridge.
+        tokens: ``[batch, position]``, padded at the left.
+        mask: 0 for pads.
+        options: Of ``generate()``.
+
+    Raises:
+        UnsupportedError: There are pads, and this ``generate()`` takes no mask.
+        InputError: It takes no option of this name.
+    """
+    takes = inspect.signature(model.generate).parameters
+    unknown = [name for name in options if name not in takes]
+    if unknown:
+        raise InputError(f"{unknown[0]} was given, which generate() of {type(model).__name__} does not take: leave it out.")
+    ends = getattr(getattr(model, "tokenizer", None), "eos_token_id", None) is not None or "eos_token_id" in options
+    chosen = {"do_sample": False, "stop_at_eos": ends, "prepend_bos": False, "return_type": "tokens", "verbose": False}
+    if not bool(mask.all()):
+        if "attention_mask" not in takes:
+            raise UnsupportedError(
+                f"prompts of several lengths were given, and generate() of {type(model).__name__} takes no "
+                "attention_mask: give them one at a time."
+            )
+        chosen["attention_mask"] = mask
+    return model.generate(tokens, **(chosen | dict(options)))
 
 
 def generate(

@@ -9,6 +9,7 @@ keys and values in the store. Layers that keep something else (Mamba and Gated D
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -293,6 +294,14 @@ class OnTransformersCache(Adapter):
     _memory: Memory | None = None
     _configs: tuple[Any, Any] = None, None
     """The model's config, and that of the decoder in it."""
+
+    @property
+    def embedding(self) -> nn.Module | None:
+        """The input embeddings."""
+        # Code of anybody's may define none, or raise.
+        with contextlib.suppress(Exception):
+            return self.source.get_input_embeddings()  # type: ignore[operator]
+        return None
 
     @property
     def memory(self) -> Memory:

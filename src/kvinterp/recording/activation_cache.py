@@ -13,12 +13,13 @@ from kvinterp.models.hook_names import HOOKS, hook_name, hook_of
 from kvinterp.models.sites import LAYOUTS
 
 
-def cache_of(records: Mapping[Site, Tensor], model: Any = None) -> Any:
+def cache_of(records: Mapping[Site, Tensor], model: Any = None, more: Mapping[str, Tensor] | None = None) -> Any:
     """Makes an ``ActivationCache`` of one forward.
 
     Args:
         records: For each site and layer a tensor with the batch, of all positions or of the newest without their axis.
         model: The model that some methods of the cache need, or None.
+        more: Tensors of hooks that are no sites, by name.
 
     Raises:
         InputError: No recorded site has a hook.
@@ -35,7 +36,7 @@ def cache_of(records: Mapping[Site, Tensor], model: Any = None) -> Any:
             f"what was recorded holds nothing that a hook of TransformerLens shows: record one of {', '.join(HOOKS)}, as in "
             "record='resid_post,pattern'."
         )
-    return ActivationCache(tensors, getattr(model, "model", model))
+    return ActivationCache({**(more or {}), **tensors}, getattr(model, "model", model))
 
 
 def is_activation_cache(value: object) -> bool:

@@ -1,0 +1,301 @@
+"""One text and the activations of the run that wrote it, by the text's own positions, stitched from prefill and decode steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from kvinterp.errors import InputError, UnsupportedError, shown
+from kvinterp.models.attaching import Site
+from kvinterp.models.hook_names import hook_name, place_of
+from kvinterp.models.sites import CACHE_SITES, LAYOUTS
+from kvinterp.recording.activation_cache import cache_of
+from kvinterp.recording.trace import Trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """The columns that one forward computed.
+
+    Attributes:
+        start: The first column that was new in it.
+        stop: The end of what it had seen when it was over.
+        first: The first column of which its rows are kept: behind ``start`` where it computed earlier columns again.
+    """
+
+    start: int
+    stop: int
+    first: int
+
+
+@dataclasses.dataclass(repr=False, eq=False)
+class Generation:
+    """One text with the activations of one run at each of its positions.
+
+    The last token of a generated text was chosen and never fed, so that no run has activations there: of P prompt tokens and
+    N generated ones there are P + N - 1 positions. Where ``generate`` returned text instead of token ids, that token is not
+    known, and ``tokens`` ends before it. Pads of a batch are taken out.
+
+    Attributes:
+        prompt: Token ids of the prompt.
+        tokens: Token ids that were generated.
+        records: For each site and layer a tensor ``[position, ...]`` with the axes of the site; scores and patterns are
+            ``[query_head, query, key]``, lower-triangular over the whole text.
+        positions: The positions of the rows; all that were fed, unless a window was asked for.
+        path: ``"cached"``, ``"recompute"``, or ``"cached, not read: ..."`` where the model was seen to ignore its cache.
+        logits: ``[token, vocabulary]``: the logits that decided each generated token; None unless asked for.
+        heads: The query heads in the records; None for all.
+        kv_heads: The KV heads in the records; None for all.
+        derived: The sites that were computed beside a kernel that does not show them (SDPA).
+        adapter: The model.
+        provenance: Model, machine and settings.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    records: Mapping[Site, Tensor]
+    positions: tuple[int, ...]
+    path: str = "cached"
+    logits: Float[Tensor, "token vocab"] | None = None
+    heads: tuple[int, ...] | None = None
+    kv_heads: tuple[int, ...] | None = None
+    derived: tuple[str, ...] = ()
+    adapter: Any = None
+    provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """Token ids of the whole text."""
+        return (*self.prompt, *self.tokens)
+
+    def __repr__(self) -> str:
+        """Names the path, the size and the records in one line."""
+        sites = dict.fromkeys(f"{site} (derived)" if site in self.derived else site for site, _ in self.records)
+        layers = len({layer for _, layer in self.records})
+        return (
+            f"<Generation ({self.path}): {len(self.prompt)} prompt tokens, {len(self.tokens)} generated, "
+            f"{', '.join(sites) or 'nothing'} of {layers} layers at {len(self.positions)} positions>"
+        )
+
+    def __getitem__(self, place: Site | str) -> Tensor:
+        """Returns a site at a layer (-1: the last), or a hook by its name: ``[position, ...]``, or ``[head, query, key]``."""
+        found = cast(Site, place_of(place))
+        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], int) and found[1] < 0:
+            layers = sorted({layer for site, layer in self.records if site == found[0]})
+            found = (found[0], layers[found[1]]) if -found[1] <= len(layers) else found
+        if found not in self.records:
+            have = ", ".join(dict.fromkeys(site for site, _ in self.records)) or "nothing"
+            raise InputError(
+                f"this text has no {shown(place)}: it recorded {have}; ask for a site and a layer, such as ('resid_post', 0)."
+            )
+        return self.records[found]
+
+    def cache(self, model: Any = None) -> Any:
+        """Returns TransformerLens's ``ActivationCache`` of the whole text, by the names of its hooks, with a batch of one.
+
+        Args:
+            model: The model that some methods of the cache need; by default the one that was recorded.
+
+        Raises:
+            InputError: No recorded site has a hook, or a window of the positions was recorded.
+        """
+        self._check_whole("an ActivationCache has no places for the positions of its rows")
+        records = {place: tensor[None] for place, tensor in self.records.items() if place[0] not in CACHE_SITES}
+        owner = self.adapter if model is None else model
+        fed = self.text[: len(self.positions)]
+        return cache_of(records, owner, {**_looked_up(self.adapter, fed), **_final_scale(owner, records)})
+
+    def trace(self) -> Trace:
+        """Returns the same run as a trace, a step a token, which a :class:`Patch` takes as its donor.
+
+        Raises:
+            InputError: A window of the positions was recorded.
+        """
+        self._check_whole("a trace has every step")
+        cut = len(self.prompt)
+        ends = range(cut, len(self.positions) + 1)
+        records: dict[Site, list[Tensor]] = {}
+        for place, tensor in self.records.items():
+            layout = LAYOUTS[place[0]]
+            if not layout.gathers and not layout.keys:
+                continue
+            starts = [0, *ends[:-1]]
+            rows = [tensor.narrow(layout.rows - 1, start, end - start) for start, end in zip(starts, ends, strict=True)]
+            records[place] = [row[..., :end] for row, end in zip(rows, ends, strict=True)] if layout.keys else rows
+        return Trace(
+            path="cached",
+            prompt=self.prompt,
+            tokens=self.tokens,
+            fed=self.text[cut : len(self.positions)],
+            records=records,
+            steps=tuple(range(len(ends))),
+            logits=self.logits,
+            provenance=self.provenance,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            derived=self.derived,
+        )
+
+    def _check_whole(self, why: str) -> None:
+        if self.positions != tuple(range(len(self.positions))) or len(self.positions) < len(self.text) - 1:
+            raise InputError(
+                f"{len(self.positions)} of {len(self.text) - 1} positions were recorded, and {why}: record positions='all'."
+            )
+
+    def frame(self, site: str) -> pd.DataFrame:
+        """The norm of a site's row at every layer, position and head, one a row, with the token and the part of the text.
+
+        Args:
+            site: A site with a vector at each position.
+
+        Raises:
+            InputError: The site is not recorded, or has no vector at each position.
+        """
+        layers = sorted(layer for name, layer in self.records if name == site)
+        if not layers or not LAYOUTS[site].gathers:
+            raise InputError(f"site={shown(site)} was given: expected a recorded site with a vector at each position.")
+        text, pieces = self.text, []
+        for layer in layers:
+            norms = self.records[site, layer].double().norm(dim=-1)
+            index = pd.DataFrame(
+                {
+                    "position": self.positions,
+                    "token": [text[at] for at in self.positions],
+                    "part": ["prompt" if at < len(self.prompt) else "generated" for at in self.positions],
+                }
+            )
+            for head, column in enumerate(norms.T) if norms.dim() == 2 else [(None, norms)]:
+                piece = index.assign(site=site, layer=layer, norm=column.numpy())
+                pieces.append(piece if head is None else piece.assign(head=head))
+        return pd.concat(pieces, ignore_index=True)
+
+
+class Stitched(Mapping[Site, Tensor]):
+    """The records of one row of a batch; a tensor is stitched when it is asked for, so that nothing is held twice.
+
+    Args:
+        pieces: Returns what each pass showed of a place, ``[batch, ...]``, in order.
+        places: The places.
+        passes: The columns of each pass.
+        row: The row.
+        span: The columns of the row's text: what is before are pads.
+    """
+
+    def __init__(
+        self,
+        pieces: Callable[[Site], Sequence[Tensor]],
+        places: Sequence[Site],
+        passes: Sequence[Pass],
+        row: int,
+        span: tuple[int, int],
+    ) -> None:
+        self._pieces, self._places, self._passes, self._row, self._span = pieces, tuple(places), passes, row, span
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, place: object) -> bool:
+        return place in self._places
+
+    def __getitem__(self, place: Site) -> Tensor:
+        if place not in self._places:
+            raise KeyError(place)
+        pieces, layout, (begin, end) = self._pieces(place), LAYOUTS[place[0]], self._span
+        if place[0] in CACHE_SITES:
+            # A cache holds every row at the last pass.
+            return pieces[-1][self._row].narrow(layout.rows - 1, begin, end - begin)
+        runs = []
+        for number, first, last in owners(self._passes):
+            first, last = max(first, begin), min(last, end)
+            if first >= last:
+                continue
+            piece, here = pieces[number][self._row], self._passes[number]
+            # A piece's last row is of the pass's last column.
+            at = first - here.stop + piece.shape[layout.rows - 1]
+            rows = piece.narrow(layout.rows - 1, at, last - first)
+            runs.append(self._keys(rows, here.stop, place[0]) if layout.keys else rows)
+        return torch.cat(runs, layout.rows - 1)
+
+    def _keys(self, rows: Tensor, stop: int, site: str) -> Tensor:
+        """Spreads rows of a pattern over the keys of the row's text, from keys that end at ``stop``."""
+        begin, end = self._span
+        # A cache of a fixed size shows places that hold nothing yet; a window lacks the oldest keys.
+        rows = rows[..., :stop]
+        missing = stop - rows.shape[-1]
+        fill = 0.0 if site == "pattern" else -torch.inf
+        return nn.functional.pad(rows, (missing - begin, end - stop), value=fill)
+
+
+def owners(passes: Sequence[Pass]) -> list[tuple[int, int, int]]:
+    """The pass that each column is taken from, as runs of pass number, first column and end.
+
+    A later pass on a cache replaces the columns that it computed anew (a draft that was rejected); a pass without a cache
+    computes the whole text again, and only its new columns are those of the run that wrote the text.
+    """
+    runs: list[tuple[int, int, int]] = []
+    for number, here in enumerate(passes):
+        while runs and runs[-1][1] >= here.first:
+            runs.pop()
+        if runs and runs[-1][2] > here.first:
+            runs[-1] = (*runs[-1][:2], here.first)
+        runs.append((number, here.first, here.stop))
+    return runs
+
+
+@torch.no_grad()
+def _looked_up(adapter: Any, tokens: Sequence[int]) -> dict[str, Tensor]:
+    """The token embeddings, which are rows of a table in every run; HookedTransformer looks them up outside of its forward."""
+    embedding = getattr(adapter, "embedding", None)
+    if embedding is None:
+        return {}
+    return {hook_name("embed", 0): embedding(torch.tensor([tokens], device=adapter.device))}
+
+
+@torch.no_grad()
+def _final_scale(model: Any, records: Mapping[Site, Tensor]) -> dict[str, Tensor]:
+    """The scale of the final norm, which TransformerLens's attributions divide by, from the last residual stream."""
+    model = getattr(model, "model", model)
+    norm = getattr(model, "ln_final", None)
+    hook = getattr(norm, "hook_scale", None)
+    last = max((layer for site, layer in records if site == "resid_post"), default=-1)
+    layers = getattr(getattr(model, "cfg", None), "n_layers", 0)
+    if norm is None or not isinstance(hook, nn.Module) or last != layers - 1:
+        return {}
+    seen: list[Tensor] = []
+    handle = hook.register_forward_hook(lambda _, __, output: seen.append(output))
+    try:
+        norm(records["resid_post", last])
+    finally:
+        handle.remove()
+    return {"ln_final.hook_scale": seen[-1]} if seen else {}
+
+
+def ended(tokens: Sequence[int], ends: Sequence[int]) -> int:
+    """How many of the generated tokens belong to a text: up to its end token, where nothing but one filler follows it."""
+    for count, token in enumerate(tokens, 1):
+        if token in ends and len(set(itertools.islice(tokens, count, None))) <= 1:
+            return count
+    return len(tokens)
+
+
+def pads_in(mask: Tensor) -> list[int]:
+    """How many pads are in front of each row of a mask, ``[batch, column]``.
+
+    Raises:
+        UnsupportedError: A row has pads elsewhere.
+    """
+    pads = (mask == 0).sum(1)
+    in_front = (torch.arange(mask.shape[1], device=mask.device)[None] >= pads[:, None]) == (mask != 0)
+    if not bool(in_front.all()):
+        raise UnsupportedError("a row is padded at its end or within: pad prompts at the left, as generate() needs it.")
+    return cast(list[int], pads.tolist())
