@@ -174,3 +174,16 @@ def test_hidden_states_of_arrays_are_compared_as_log_probs_are(model: Any) -> No
     assert (found.provenance["first"]["site"], found.provenance["first"]["layer"]) == ("resid_post", 2)
     with pytest.raises(InputError, match="does not fit 4 tokens"):
         kv.Trace.from_arrays(*arrays, hidden={("resid_post", 2): rows["resid_post", 2][1:]})
+
+
+def test_what_another_library_ran_is_judged_as_an_engine() -> None:
+    """A trace that kv.run made of TransformerLens's model holds logits, not the log-probs of some tokens."""
+    hooked, native = (kv.load_model("zoo:gqa2-mini", kind=kind, dtype="float32") for kind in ("hooked", "native"))
+    trace = kv.run(hooked, [1, 20, 30, 40], "recompute", max_new_tokens=32, stop="length", logits="keep")
+    found = kv.audit(native, against=trace)
+    assert found.verdict in ("rounding", "equal"), str(found)
+    assert found.given["tokens"] == 32
+    trace.logits[5:] *= 0.9
+    assert kv.audit(native, against=trace).exit_code == 1
+    with pytest.raises(kv.InputError, match="logits='keep'"):
+        kv.audit(native, against=kv.run(hooked, [1, 20, 30], "recompute", max_new_tokens=2))

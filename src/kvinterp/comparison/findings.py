@@ -275,6 +275,7 @@ def where(comparison: Comparison) -> list[str]:
     head = f"{against(about)} on {about['model']} ({setting}{machine}): {' '.join(sentences)}"
     hint = [*_calls(about), *[OWN_GENERATE] * (about["kind"] in ("hooked", "bridge"))]
     dropped = [f"{about['paths'][side]} drops rows, and {said}." for side, said in about.get("compressed", {}).items()]
+    dropped += [said["said"] for said in [about.get("two_models")] if said]
     dropped += about.get("matches", [])
     return [in_one_line(head), *dropped, *lines_of(findings_of(rows_of_comparison(comparison))), *hint]
 

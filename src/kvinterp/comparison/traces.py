@@ -18,6 +18,7 @@ from kvinterp.comparison.matching import misnamed
 from kvinterp.comparison.recordable import COMPARED
 from kvinterp.comparison.rows import comparison_of_example, token_probability
 from kvinterp.comparison.tables import Differences
+from kvinterp.comparison.two_models import beside_float64
 from kvinterp.errors import InputError
 from kvinterp.models.attaching import Site
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
@@ -87,6 +88,8 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
         "lets_go": list(evicting),
         "matches": [] if from_arrays is None else misnamed(*((a, b) if from_arrays is b else (b, a))),
     }
+    if matched and from_arrays is None and _unlike(a, b):
+        about["two_models"] = beside_float64(a, b, count)
     frames, ids = differences.frames([0]), [*map(torch.from_numpy, tokens)]
     if from_arrays is None:
         by_side = [token_probability(logits, side.to(logits.device)).cpu() for logits, side in zip(rows, ids, strict=True)]
@@ -100,10 +103,19 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
 def _sides(a: Trace, b: Trace) -> dict[str, Any]:
     """The provenance's names of the two paths, each with its model if the models differ."""
     paths, models = {"a": a.path, "b": b.path}, [str(trace.provenance.get("model", "")) for trace in (a, b)]
-    if "" in models or models[0] == models[1]:
+    if "" in models or not _unlike(a, b):
         return {"paths": paths}
-    of_models = {side: f"{path} of {model}" for (side, path), model in zip(paths.items(), models, strict=True)}
-    return {"paths": of_models, "model": " and ".join(models)}
+    kinds = [str(trace.provenance.get("kind", "")) for trace in (a, b)]
+    if models[0] != models[1]:
+        of_models = {side: f"{path} of {model}" for (side, path), model in zip(paths.items(), models, strict=True)}
+        return {"paths": of_models, "model": " and ".join(models), "kind": " and ".join(dict.fromkeys(kinds))}
+    of_kinds = {side: f"{path} ({kind})" for (side, path), kind in zip(paths.items(), kinds, strict=True)}
+    return {"paths": of_kinds, "kind": " and ".join(kinds)}
+
+
+def _unlike(a: Trace, b: Trace) -> bool:
+    """Whether two traces are of two models, or of one that two libraries run."""
+    return any(a.provenance.get(name) != b.provenance.get(name) for name in ("model", "kind"))
 
 
 _FORWARD = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -170,7 +171,7 @@ class _Run:
             records = {place: [rows[row] for rows in tensors[: len(steps)]] for place, tensors in recorder.kept.items()}
             recorded = {"records": records, "steps": steps, "heads": recorder.heads, "kv_heads": recorder.kv_heads}
             recorded["derived"] = recorder.derived
-        return Trace(
+        made = Trace(
             path=str(self.path),
             prompt=tuple(prompt),
             tokens=tuple(tokens[:count]),
@@ -181,3 +182,5 @@ class _Run:
             provenance=about,
             **recorded,
         )
+        vars(made)["model"] = weakref.ref(self.adapter)
+        return made

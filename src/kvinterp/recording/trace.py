@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -67,6 +67,8 @@ class Trace:
     kv_heads: tuple[int, ...] | None = None
     derived: tuple[str, ...] = ()
     ids: Int[Tensor, "*step column"] | None = None
+    model: ClassVar[Any] = staticmethod(lambda: None)
+    """The model that made it, while it lives in this process; none of a trace that was read or made of arrays."""
 
     @classmethod
     def from_arrays(
@@ -133,6 +135,10 @@ class Trace:
             )
         steps = tuple(range(len(tokens))) if records else ()
         return cls(path, prompt, tokens, tokens[:-1], records, steps, rows, provenance=declared, ids=columns)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves the model out, which belongs to this process."""
+        return {name: value for name, value in vars(self).items() if name != "model"}
 
     def __repr__(self) -> str:
         """Names the model, the path, the size and the records in one line."""
@@ -261,11 +267,18 @@ def stacked(tensors: list[Tensor]) -> Tensor:
 
 
 def path_of_trace(trace: Trace) -> EnginePath:
-    """Makes an :class:`EnginePath` of a trace made of arrays, as readers make one of a file."""
-    if trace.logits is None or trace.ids is None:
+    """Makes an :class:`EnginePath` of a trace that holds log-probs or logits, as readers make one of a file."""
+    if trace.logits is None:
         raise InputError(
-            f"{trace!r} is no trace of arrays: make one with kv.Trace.from_arrays, or give the name of a file."
+            f"{trace!r} holds no logits: run it with logits='keep', make one with kv.Trace.from_arrays, or give a file's name."
         )
+    if trace.ids is None:
+        # The next token fed, whichever was chosen; nothing follows the last.
+        tokens = (*trace.fed, trace.tokens[-1])
+        own = trace.logits.double().log_softmax(-1).gather(1, torch.tensor(tokens, device=trace.logits.device)[:, None])
+        row = np.concatenate([np.full(len(trace.prompt), np.nan), own[:, 0].cpu().numpy()])
+        declared = {name: trace.provenance[name] for name in ("dtype",) if name in trace.provenance}
+        return EnginePath(trace.path, trace.prompt, tokens, row, declared=declared)
     rows, cut = trace.logits.numpy(), len(trace.prompt)
     ids = np.broadcast_to(np.asarray(trace.ids), rows.shape)
     top = {cut + step: (ids[step][finite], row[finite]) for step, row in enumerate(rows) for finite in [np.isfinite(row)]}
