@@ -16,8 +16,8 @@ import writing_given
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
-from kvinterp.auditing import engine as judging
 from kvinterp.auditing import engine_numbers as numbers
+from kvinterp.auditing import engine_side as judging
 from kvinterp.auditing.engine import audit_engine
 from kvinterp.errors import InputError
 from kvinterp.metrics.rollouts import rollout_statistics

@@ -56,6 +56,10 @@ class Tokens:
         """``[token]``: two runs of three."""
         return self.run % 3 > 0
 
+    def at(self, where: np.ndarray) -> Tokens:
+        """Those where a mask holds."""
+        return Tokens(self.engine[where], self.sequence[where], self.position[where])
+
     def some(self, most: int) -> Tokens:
         """At most so many of them: of the first sequences that have as many, and of at least four if there are."""
         numbers, at = np.unique(self.sequence), np.array([], int)
@@ -64,7 +68,7 @@ class Tokens:
             own = draw.permutation(np.flatnonzero(self.sequence == number))
             at = np.append(at, own[: min(most - len(at), -(-most // min(4, len(numbers))))])
         at.sort()
-        return Tokens(self.engine[at], self.sequence[at], self.position[at])
+        return self.at(at)
 
     def gathered(self, rows: Mapping[int, np.ndarray | None]) -> np.ndarray:
         """``[token]``: of numbers by sequence and position those of the tokens; NaN where there are none."""

@@ -10,12 +10,17 @@ import pandas as pd
 
 from kvinterp.auditing.verdict import Verdict
 from kvinterp.errors import in_one_line, visible
+from kvinterp.findings import Chart, Panel
+from kvinterp.study.report.charts import draw_chart
 from kvinterp.study.report.page import Table, Text, fragment, render, table_of_rows
+from kvinterp.study.report.svg import picture
 
 BOUNDS = (1, 3, 10, 30, 100)
 """The differences at which the next shade begins, in units of rounding; from the last on a difference is off the scale."""
 SHOWN = ("sequence", "tokens", "k1", "k3", "rollout_is_seq_mean", "rollout_is_max", "token_mult_prob_error", "ppl_ratio")
 """The statistics of a sequence that the page has."""
+ROWS, COLUMNS = 48, 256
+"""The most rows and columns of the map."""
 OPEN, TOKENS, LARGEST = 4, 2**16, 10
 """The number of sequences that are visible, the most tokens on the page, and the rows in the table of the largest."""
 
@@ -34,6 +39,7 @@ def page(verdict: Verdict) -> str:
         rungs=table_of_rows(summary["rungs"]),
         tried=table_of_rows(sorted(tried, key=lambda row: row["left"])),
         statistics=statistics,
+        map=_map(verdict),
         by_sequence=table_of_rows(sequences),
     )
 
@@ -61,6 +67,33 @@ def _rendered(verdict: Verdict, **more: Any) -> str:
         mark={0: "good", 3: "unsure"}.get(verdict.exit_code, "bad"),
         tokens=None if table is None else shaded(table, unit, summary["begins"]),
         **more,
+    )
+
+
+def _map(verdict: Verdict) -> Any:
+    """The picture of the distances by sequence and position, white where they are at most our own mean rounding."""
+    table, summary = verdict.tokens, verdict.given
+    if table is None or "where" not in summary:
+        return None
+    side = "trainer_difference" if summary.get("side") == "the trainer" else "difference"
+    number = pd.factorize(table["sequence"])[0]
+    gap = table[side].abs()
+    cells = pd.DataFrame({"sequence": number + 1, "position": table["position"], "nats": gap}).dropna()
+    step = -(-int(cells["position"].max() + 1) // COLUMNS)
+    cells["position"] -= cells["position"] % step
+    worst = cells.groupby("sequence")["nats"].mean().nlargest(ROWS).index
+    cells = cells[cells["sequence"].isin(worst)].groupby(["sequence", "position"], as_index=False)["nats"].max()
+    cells.loc[cells["nats"] <= summary["our_mean_distance"], "nats"] = 0.0
+    places = pd.MultiIndex.from_product(
+        [sorted(cells["sequence"].unique()), range(0, int(cells["position"].max()) + 1, step)]
+    )
+    cells = cells.set_index(["sequence", "position"]).reindex(places.set_names(["sequence", "position"])).reset_index()
+    panel = Panel(
+        cells, "position", "sequence", "map", "nats", label="largest distance (nats)" if step > 1 else "distance (nats)"
+    )
+    return picture(
+        draw_chart(Chart("Distance by sequence and position", [panel]), [verdict.provenance]),
+        "The distance by sequence and position",
     )
 
 
