@@ -485,3 +485,23 @@ def test_a_cause_that_a_model_cannot_have_is_not_tried() -> None:
     found = audit_engine(narrow, [path], "float32")
     assert found.verdict == "bug", str(found)
     assert not any("q8_0" in row["cause"] for row in found.given["tried"])
+
+
+def test_zeros_throughout_are_no_log_probs(model: Any, walked: Any) -> None:
+    """llama.cpp#27972: with speculative decoding each token's log-prob is 0.0. They lie on bfloat16's grid, as on any."""
+    paths = walked(planted.prefill, "float32")
+    for path in paths:
+        path.chosen = np.where(np.isnan(path.chosen), np.nan, 0.0)
+    found = audit_engine(model, paths, "float32")
+    assert found.exit_code == 3
+    assert "every value is exactly 0.0 (508 times)" in found.reading.splitlines()[1]
+    assert "bfloat16" not in found.reading
+
+
+def test_weights_that_were_rounded_as_they_were_loaded_are_read_again(model: Any, walked: Any) -> None:
+    """An engine in float32 was unexplained beside a model that was loaded in bfloat16; what was changed since is kept."""
+    coarse = kv.load_model("zoo:llama64-mini", kind="native", dtype="bfloat16")
+    assert audit_engine(coarse, walked(planted.prefill, "float32"), "float32").verdict == "rounding"
+    with torch.no_grad():
+        coarse.model.lm_head.weight.mul_(1.5)
+    assert audit_engine(coarse, walked(planted.prefill, "float32"), "float32").exit_code == 1

@@ -120,12 +120,12 @@ class Side:
     def _all_zero(self) -> str | None:
         """Says that every value is 0.0 where the model is not certain of every token; None otherwise."""
         engine, ours = self.tokens.engine, self._row(TRUTH, self.tokens)
-        if not len(engine) or engine.any() or ours is None or (likeliest := float(np.median(ours))) > -ROUNDED:
+        if not len(engine) or engine.any() or ours is None or (ours >= -ROUNDED).all():
             return None
         return (
-            f"every value is exactly 0.0 ({len(engine):,} times), which says p = 1 of each token, and ours is {likeliest:.2g} "
-            "(the median): these are no log-probs, as an engine writes them where it drafts tokens; ask it without "
-            "speculative decoding."
+            f"every value is exactly 0.0 ({len(engine):,} times), which says p = 1 of each token, and ours is "
+            f"{ours.mean():.2g} on average: these are no log-probs, as an engine writes them where it drafts "
+            "tokens; ask it without speculative decoding."
         )
 
     def _counted(self, given: int, missing: Counter[str]) -> str:
