@@ -41,8 +41,8 @@ def measure(model: str) -> dict[str, list[Any]]:
     """What is measured of a model, a row a prompt and step, as columns."""
     import torch
 
-    from kvinterp.study.experiments.compare import Compare
-    from kvinterp.study.experiments.patch import Patch
+    from kvinterp.commands.compare import Compare
+    from kvinterp.commands.patch import Patch
 
     torch.set_num_threads(1)
     dtype, prompts, steps = MODELS[model]

@@ -29,10 +29,10 @@ import engine_faults  # noqa: E402
 import planted  # noqa: E402
 
 import kvinterp as kv  # noqa: E402
-from kvinterp.auditing.engine import audit_engine  # noqa: E402
+from kvinterp.engines.judge import audit_engine  # noqa: E402
+from kvinterp.engines.readers import read_engine  # noqa: E402
 from kvinterp.metrics.rollouts import rollout_statistics  # noqa: E402
 from kvinterp.recording.engine_path import EnginePath  # noqa: E402
-from kvinterp.recording.readers import read_engine  # noqa: E402
 
 OUT = ROOT / "benchmarks" / "results" / "engines.jsonl"
 LENGTH = 128

@@ -50,7 +50,7 @@ def child(count: int, steps: int, model: str, record: str, folder: Path) -> None
     import torch
 
     import kvinterp as kv
-    from kvinterp.study.experiments.compare import Compare
+    from kvinterp.commands.compare import Compare
 
     torch.set_num_threads(1)
     kv.load_model(model, kind="native", device="cpu")

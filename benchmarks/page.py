@@ -30,8 +30,8 @@ from rich.table import Table
 from kvinterp._version import __version__
 from kvinterp.comparison import COLUMNS, PARTS, Comparison
 from kvinterp.models.provenance import device_name
-from kvinterp.study.report.page import Text, render
-from kvinterp.study.report.tokens import changes
+from kvinterp.report.page import Text, render
+from kvinterp.report.tokens import changes
 
 WORDS = [" the", " of", " and", "\n", " answer", " is", " 12", ".", " a", " cat", "s", " 7", "=", " so", " one", " who"]
 DRAWN = (200, 2000)

@@ -34,7 +34,7 @@ def child(given: argparse.Namespace) -> None:
     from writing_given import write_given
 
     import kvinterp as kv
-    from kvinterp.auditing.engine import audit_engine
+    from kvinterp.engines.judge import audit_engine
     from kvinterp.recording.engine_path import EnginePath
 
     torch.set_num_threads(given.threads)

@@ -168,8 +168,8 @@ SWEEPS: dict[str, Callable[[str], Iterator[Row]]] = {
 def draw(fits: list[Row], here: dict[str, Any], picture: Path) -> None:
     """A panel a sweep: the mean difference and its line, a dtype each."""
     from kvinterp.common.store import write_whole
-    from kvinterp.study.report.charts import set_scale
-    from kvinterp.study.report.style import line_of, png, sheet, sign
+    from kvinterp.report.charts import set_scale
+    from kvinterp.report.style import line_of, png, sheet, sign
 
     labels = {"depth": "layers", "width": "width", "logit scale": "head multiplied by", "length": "prompt (tokens)"}
     with sheet(9, 5.6) as figure:

@@ -23,9 +23,9 @@ from kept import keep
 from rich.console import Console
 from rich.table import Table
 
+from kvinterp.commands.cells import loading_once, run_cells
 from kvinterp.models.provenance import provenance
-from kvinterp.study.cells import loading_once, run_cells
-from kvinterp.study.experiments.behaviour import Behaviour
+from kvinterp.papers.studies.behaviour import Behaviour
 from plain import llama_124m
 
 SIZES = {"llama-124m": ((1, 2, 4), (6, 12, 24))}

@@ -14,8 +14,8 @@ from typer.core import TyperCommand
 from typer.testing import CliRunner, Result
 
 from kvinterp.cli import app
-from kvinterp.study.experiments.choices import check_early
-from kvinterp.study.experiments.registry import command_of, experiment_read, experiments
+from kvinterp.commands.choices import check_early
+from kvinterp.commands.registry import command_of, experiment_read, experiments
 
 
 def written(arguments: Sequence[str | Path]) -> list[str]:

@@ -56,7 +56,7 @@ _forks.set_forkserver_preload(
     [
         *(
             f"kvinterp.{name}"
-            for name in ("cli", "auditing", "study.experiments.root_cause", "models.native", "patching", "study.report")
+            for name in ("cli", "auditing.audit", "papers.studies.root_cause", "models.native", "patching", "report")
         ),
         *("matplotlib.backends.backend_agg", "transformers.models.llama.modeling_llama", "pyarrow.parquet", "rich.console"),
     ]

@@ -123,8 +123,8 @@ def result(made: Comparison, folder: Path = Path("result"), **more: Any) -> Comp
 
 def comparison_page(folder: Path, made: Comparison, **more: Any) -> Path:
     """The page of one comparison, as its command writes it."""
-    from kvinterp.study.experiments.compare import Compare
-    from kvinterp.study.experiments.running import draw
+    from kvinterp.commands.compare import Compare
+    from kvinterp.commands.running import draw
 
     return draw(Compare(), result(made, folder, **more), folder / "figures")[-1]
 
@@ -132,7 +132,7 @@ def comparison_page(folder: Path, made: Comparison, **more: Any) -> Path:
 def experiment_page(folder: Path, text: str, rows: int, tables: dict[str, pd.DataFrame] | None = None) -> Path:
     """The page of an experiment with a text wherever one can stand, and a table of some rows."""
     from kvinterp.common.result import Result
-    from kvinterp.study.report.experiment import page_of
+    from kvinterp.report.experiment import page_of
 
     asked = SimpleNamespace(
         question=lambda: f"Measure {text}.\n\nAnd why.",

@@ -11,8 +11,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from kvinterp.commands.cells import Cell, loaded, loading_once, run_cells
 from kvinterp.common.store import Store, clear_cells
-from kvinterp.study.cells import Cell, loaded, loading_once, run_cells
 from writing import change_cell
 
 CALLED: list[Any] = []

@@ -14,11 +14,10 @@ import pytest
 
 import kvinterp as kv
 from choices import ELSEWHERE, FREE, REFUSED, VERBS, Keeps, Loads, Writes
+from kvinterp.commands import base, cells
+from kvinterp.commands.registry import experiment_named, experiments
 from kvinterp.common.files import strict_json
 from kvinterp.models import zoo
-from kvinterp.study import cells
-from kvinterp.study.experiments import base
-from kvinterp.study.experiments.registry import experiment_named, experiments
 
 
 def options_of(verb: str) -> dict[str, Any]:

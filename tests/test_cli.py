@@ -27,19 +27,13 @@ from command_line import kvinterp, wrong
 from kvinterp import __version__
 from kvinterp.cli import app
 from kvinterp.cli.listing import LISTED
+from kvinterp.commands.base import SAID, WIDTH
+from kvinterp.commands.choices import check_early
+from kvinterp.commands.options import OPTION
+from kvinterp.commands.registry import command_of, experiment_named, experiment_read, experiments, question_of
 from kvinterp.models.naming import HUB_SECONDS
 from kvinterp.paths import path_named
 from kvinterp.paths.path import FORMS, OPTIONS
-from kvinterp.study.experiments.base import SAID, WIDTH
-from kvinterp.study.experiments.choices import check_early
-from kvinterp.study.experiments.options import OPTION
-from kvinterp.study.experiments.registry import (
-    command_of,
-    experiment_named,
-    experiment_read,
-    experiments,
-    question_of,
-)
 from synthetic import CHARTS
 from writing import cells_of
 
@@ -274,37 +268,40 @@ def test_a_hub_is_asked_once_and_for_no_longer_than_two_seconds(answers: str) ->
 
 
 def test_what_is_read_from_a_source_is_what_is_imported() -> None:
-    from kvinterp.cli.listing import _fields_of, _first_line, _plugins
+    from kvinterp.auditing.programs.names import NAMES as PROGRAMS
+    from kvinterp.auditing.programs.names import OPERATIONS
+    from kvinterp.common.spec import fields_of, first_line, plugin_rows
+    from kvinterp.engines.readers.registry import BINARY, READERS
     from kvinterp.metrics import REGISTRY
     from kvinterp.models import KINDS, SITES
     from kvinterp.paths import KERNELS, STRATEGIES
     from kvinterp.policies import POLICIES
-    from kvinterp.programs.names import NAMES as PROGRAMS
-    from kvinterp.programs.names import OPERATIONS
-    from kvinterp.recording.readers.registry import BINARY, READERS
 
     for name in experiments():
         read, imported = (
-            [(field.name, field.type, field.default, {**field.metadata.get(OPTION, {}), "only": None}) for field in fields]
+            [
+                (field.name, field.type, field.default, {**field.metadata.get(OPTION, {}), "only": None, "early": None})
+                for field in fields
+            ]
             for fields in map(dataclasses.fields, (experiment_read(name), experiment_named(name)))
         )
         assert read == imported, name
         assert experiment_read(name).OVERWRITES == experiment_named(name).OVERWRITES
         assert question_of(name) == inspect.getdoc(sys.modules[experiment_named(name).__module__])
-    operations = [{"as text": f"rows(...)+{row['name']}(...)", **row} for row in _plugins(OPERATIONS)]
+    operations = [{"as text": f"rows(...)+{row['name']}(...)", **row} for row in plugin_rows(OPERATIONS)]
     plugins = {
-        "strategies": _plugins(STRATEGIES),
-        "kernels": _plugins(KERNELS),
-        "calls": [*_plugins(PROGRAMS), *operations],
+        "strategies": plugin_rows(STRATEGIES),
+        "kernels": plugin_rows(KERNELS),
+        "calls": [*plugin_rows(PROGRAMS), *operations],
     }
     for what, rows in plugins.items():
         assert LISTED[what]() == rows, what
     for row, (name, kind) in zip(LISTED["policies"](), POLICIES.items(), strict=True):
         bits = [16 if (own := kind().bits_stored(tensor, 128)) is None else own for tensor in ("k", "v")]
-        told = (name, str(kind()), _fields_of(kind), _first_line(kind), f"{sum(bits) * 4:g}", kind.SOURCE)
+        told = (name, str(kind()), fields_of(kind), first_line(kind), f"{sum(bits) * 4:g}", kind.SOURCE)
         assert tuple(row.values()) == told
     metrics = [(row["name"], row["what it is"]) for row in LISTED["metrics"]()]
-    assert metrics == [(metric.name, _first_line(metric.function)) for metric in REGISTRY.values()]
+    assert metrics == [(metric.name, first_line(metric.function)) for metric in REGISTRY.values()]
     assert [row["kind"] for row in LISTED["kinds"]()] == [*KINDS]
     paths = [path_named(row["path"]) for row in LISTED["paths"]()]
     assert {path.form for path in paths} == {*FORMS}

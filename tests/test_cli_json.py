@@ -12,7 +12,7 @@ import typer
 
 from command_line import kvinterp
 from kvinterp.cli import app
-from kvinterp.study.experiments.registry import experiments
+from kvinterp.commands.registry import experiments
 
 MODEL = "zoo:gqa2-mini"
 QUICK = ("--prompts", "arithmetic:1", "--max-new-tokens", "2", "--device", "cpu")
@@ -44,8 +44,8 @@ def test_numbers_that_json_does_not_know(tmp_path: Path, monkeypatch: pytest.Mon
     from kvinterp.common.result import Result
 
     summary = {"mean": math.nan, "worst": math.inf, "each": [math.nan, 1.0]}
-    monkeypatch.setattr("kvinterp.study.experiments.kernels.Kernels.run", lambda *_, **__: Result(summary=summary))
-    monkeypatch.setattr("kvinterp.study.experiments.kernels.Kernels.print_result", lambda *_: None)
+    monkeypatch.setattr("kvinterp.auditing.commands.kernels.Kernels.run", lambda *_, **__: Result(summary=summary))
+    monkeypatch.setattr("kvinterp.auditing.commands.kernels.Kernels.print_result", lambda *_: None)
     found = said(kvinterp("kernels", MODEL, "--json", "--out", tmp_path / "out"))
     assert (found["mean"], found["worst"], found["each"]) == (None, "inf", [None, 1.0])
 
@@ -74,7 +74,7 @@ def test_an_interruption_is_an_object_too(tmp_path: Path, monkeypatch: pytest.Mo
     def interrupted(*given: Any, **named: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvinterp.study.cells.Local.__call__", interrupted)
+    monkeypatch.setattr("kvinterp.commands.cells.Local.__call__", interrupted)
     made = kvinterp("compare", MODEL, "--out", tmp_path / "out", "--record", "", *QUICK, "--json")
     found = said(made)
     assert (made.exit_code, found["exit_code"]) == (130, 130)

@@ -53,7 +53,7 @@ def test_a_page_that_is_gone_is_written_again_without_a_model(
     page = (out / "report.html").read_text()
     (out / "report.html").unlink()
     wrong("holds a result without a page: kvinterp show --rewrite makes one", "show", out)
-    monkeypatch.setattr("kvinterp.study.experiments.audit.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("kvinterp.auditing.commands.audit.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     made = kvinterp("show", out, "--rewrite", "--no-open", "--json")
     assert made.exit_code == 0, made.output
     assert (out / "report.html").read_text() == page

@@ -11,7 +11,7 @@ import pytest
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
-from kvinterp.auditing import VERDICTS
+from kvinterp.auditing.verdict import VERDICTS
 
 MODEL = "zoo:gqa2-mini"
 QUICK = ("--prompts", "arithmetic:2", "--max-new-tokens", "4", "--device", "cpu")

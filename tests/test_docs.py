@@ -15,11 +15,11 @@ import pytest
 import kvinterp
 from command_line import kvinterp as kvinterp_command
 from command_line import parsed
+from kvinterp.auditing.programs.names import OPERATIONS, program_named
+from kvinterp.auditing.programs.operations.generate import HOW, Generate
+from kvinterp.auditing.programs.program import ASKS, ATTENTION, CACHES, FED, MASKS
+from kvinterp.commands.registry import experiments
 from kvinterp.common import spec
-from kvinterp.programs.names import OPERATIONS, program_named
-from kvinterp.programs.operations.generate import HOW, Generate
-from kvinterp.programs.program import ASKS, ATTENTION, CACHES, FED, MASKS
-from kvinterp.study.experiments.registry import experiments
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if "upstream" not in page.parts)
@@ -162,7 +162,11 @@ def test_files_and_rooms_that_are_named_are_there() -> None:
     (drawn,) = re.findall(r"(?ms)^src/kvinterp/\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"))
     rooms = re.findall(r"(?m)^ +(\w+)/", drawn)
     assert len(rooms) > 12
-    assert not [room for room in rooms if not any((place / room).is_dir() for place in (core, core / "study"))]
+    assert not [
+        room
+        for room in rooms
+        if not any((place / room).is_dir() for place in (core, core / "auditing", core / "papers", core / "commands"))
+    ]
     assert {place.name for place in core.iterdir() if (place / "__init__.py").is_file()} <= set(
         re.findall(r"(\w+)/", drawn)
     )

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import kvinterp
+from kvinterp.commands.cells import Cell, Local, engine_named, run_cells
 from kvinterp.common.store import Store
 from kvinterp.errors import InputError
-from kvinterp.study.cells import Cell, Local, run_cells
-from kvinterp.study.engines import Ray, engine_named
+from kvinterp.papers.ray import Ray
 
 pytestmark = pytest.mark.xdist_group("engines")
 

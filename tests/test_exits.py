@@ -186,7 +186,7 @@ def test_too_little_memory_is_one_sentence(tmp_path: Path, monkeypatch: pytest.M
     def none_left(*given: Any, **named: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("kvinterp.study.experiments.running.write_result", none_left)
+    monkeypatch.setattr("kvinterp.commands.running.write_result", none_left)
     ended = CliRunner().invoke(app, [*ONE, "--out", str(tmp_path / "out")])
     assert ended.exit_code == 2
     said = json.loads(ended.stdout)["error"]

@@ -11,7 +11,7 @@ import pytest
 
 import kvinterp as kv
 import kvinterp.auditing.folder as folder_of_audit
-import kvinterp.study.experiments.root_cause  # what no_model takes away must be there before
+import kvinterp.papers.studies.root_cause  # what no_model takes away must be there before
 from command_line import wrong
 from cutting import MODEL, SMALL, VERBS
 from kvinterp.common.store import write_whole
@@ -29,7 +29,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in (
         "kvinterp.models.load_model",
         "kvinterp.models.load.load_model",
-        "kvinterp.study.experiments.audit.load_model",
+        "kvinterp.auditing.commands.audit.load_model",
     ):
         monkeypatch.setattr(place, lambda *_, **__: pytest.fail("a model was loaded"))
 

@@ -14,10 +14,10 @@ import pytest
 
 import kvinterp as kv
 from kvinterp.auditing.verdict import Verdict
+from kvinterp.commands.keeping import keeper_of
 from kvinterp.common.result import Result
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError
-from kvinterp.study.experiments.keeping import keeper_of
 from synthetic import comparison, failed, prompts
 from writing import changed
 

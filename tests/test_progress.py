@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvinterp.commands.cells import Cell, run_cells
 from kvinterp.common.progress import counting, each
-from kvinterp.study.cells import Cell, run_cells
 
 
 class Terminal(io.StringIO):

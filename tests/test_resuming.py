@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from cutting import same
+from kvinterp.commands.base import Experiment
+from kvinterp.commands.cells import Cell, joined
+from kvinterp.commands.circumstances import circumstances
+from kvinterp.commands.compare import Compare
 from kvinterp.common.result import Result
 from kvinterp.common.store import Made, Store
 from kvinterp.models import load_model, zoo
-from kvinterp.study.cells import Cell, joined
-from kvinterp.study.experiments.base import Experiment
-from kvinterp.study.experiments.circumstances import circumstances
-from kvinterp.study.experiments.compare import Compare
 
 
 def edit_rope(folder: Path) -> None:

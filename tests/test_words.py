@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvinterp.commands.registry import experiment_named, experiments
+from kvinterp.commands.results import EXISTING
 from kvinterp.common import words
 from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.models import KINDS, SITES, dtype_named
@@ -21,8 +23,6 @@ from kvinterp.models.load import ATTENTION
 from kvinterp.models.sites import GROUPS
 from kvinterp.patching import DIRECTIONS, DISTANCES, PATCH_SITES, SWEEPS
 from kvinterp.paths import STRATEGIES, path_named
-from kvinterp.study.experiments.registry import experiment_named, experiments
-from kvinterp.study.results import EXISTING
 
 TABLES = {
     words.Kind: KINDS,

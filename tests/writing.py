@@ -9,13 +9,13 @@ from typing import Any
 
 import pandas as pd
 
+from kvinterp.commands.cells import Cell, CellsMade
+from kvinterp.commands.compare import Compare
+from kvinterp.commands.results import check_free, is_finished, prompts_digest, prompts_of, write_result
+from kvinterp.commands.running import read_result as read_result_of
 from kvinterp.common.store import CELLS, Made, Store
 from kvinterp.comparison import PARTS, Comparison
 from kvinterp.data import Prompt
-from kvinterp.study.cells import Cell, CellsMade
-from kvinterp.study.experiments.compare import Compare
-from kvinterp.study.experiments.running import read_result as read_result_of
-from kvinterp.study.results import check_free, is_finished, prompts_digest, prompts_of, write_result
 
 
 def write_tables(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from kvinterp.study.experiments.registry import command_of, experiments
+from kvinterp.commands.registry import command_of, experiments
 
 MODEL = "zoo:mistral-mini"
 SPLIT = "split_k(8,float16)"

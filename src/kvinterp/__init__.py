@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 from kvinterp._version import __version__
 
 if TYPE_CHECKING:
-    from kvinterp.auditing import Verdict
     from kvinterp.auditing.audit import audit
     from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
+    from kvinterp.auditing.verdict import Verdict
+    from kvinterp.commands.keeping import experiment, load
     from kvinterp.comparison import Comparison, compare
     from kvinterp.comparison.lens import logit_lens
-    from kvinterp.comparison.matching import SiteMatches, match_sites
-    from kvinterp.comparison.traces import compare_traces
     from kvinterp.data import Prompt, load_prompts
+    from kvinterp.engines.matching import SiteMatches, match_sites
+    from kvinterp.engines.traces import compare_traces
     from kvinterp.errors import CacheNotReadWarning, InputError, KvinterpError, NonFiniteError, UnsupportedError
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
     from kvinterp.patching import (
@@ -39,20 +40,15 @@ if TYPE_CHECKING:
     from kvinterp.paths import Cached, ExecutionPath, Greedy, Recompute, TopK, TopP, path_named, run
     from kvinterp.policies import Policy, policy_named
     from kvinterp.recording import Generation, Recorder, Trace, generated, record
-    from kvinterp.study.experiments.keeping import experiment, load
-    from kvinterp.study.report.attention import attention_comparison
-    from kvinterp.study.report.panel import patch_panel
+    from kvinterp.report.attention import attention_comparison
+    from kvinterp.report.panel import patch_panel
 
 _HOMES = {
-    "auditing": ("Verdict", "audit"),
-    "auditing.shape_dependence": ("KernelsTable", "kernels_table"),
     "comparison": ("Comparison", "compare"),
     "comparison.lens": ("logit_lens",),
-    "comparison.matching": ("SiteMatches", "match_sites"),
-    "comparison.traces": ("compare_traces",),
     "data": ("Prompt", "load_prompts"),
     "errors": ("CacheNotReadWarning", "InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
-    "study.experiments.keeping": ("experiment", "load"),
+    "commands.keeping": ("experiment", "load"),
     "models": ("KINDS", "SITES", "Adapter", "load_model", "wrap"),
     "patching": (
         "Patch",
@@ -71,8 +67,8 @@ _HOMES = {
     "paths": ("Cached", "ExecutionPath", "Greedy", "Recompute", "TopK", "TopP", "path_named", "run"),
     "policies": ("Policy", "policy_named"),
     "recording": ("Generation", "Recorder", "Trace", "generated", "record"),
-    "study.report.attention": ("attention_comparison",),
-    "study.report.panel": ("patch_panel",),
+    "report.attention": ("attention_comparison",),
+    "report.panel": ("patch_panel",),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -135,9 +131,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'kvinterp' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"kvinterp.{_HOME[name]}"), name)
+    if name in _HOME:
+        return getattr(importlib.import_module(f"kvinterp.{_HOME[name]}"), name)
+    from kvinterp.common.wings import handed
+
+    # What wings add: those that are installed.
+    if name[0] != "_" and name in (points := handed("names")):
+        return points[name].load()
+    raise AttributeError(f"module 'kvinterp' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -3,7 +3,7 @@
 A finding is one row, with an estimate, its interval, its number of units, and a null or a test. The columns of :data:`COLUMNS`
 are always there. Every other column is a label (``model``, ``layer``, ``policy``); a label without a value does not apply to the
 row. A chart is a title and rows of panels, each with a table and the columns that are drawn;
-:func:`kvinterp.study.report.charts.draw_chart` draws it.
+:func:`kvinterp.report.charts.draw_chart` draws it.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from kvinterp.data.tokenizing import ids_of
 from kvinterp.errors import InputError, KvinterpError, shown
 from kvinterp.models import load_model, wrap
 from kvinterp.models.load import device_named
+from kvinterp.papers.behaviour.decoding import Likelihood, likelihoods, prefilled, write
 from kvinterp.paths import ExecutionPath, Greedy, Strategy, TopK, TopP, path_named
-from kvinterp.study.behaviour.decoding import Likelihood, likelihoods, prefilled, write
 
 MOST_TOKENS = 256
 """How many tokens are written where a task does not say: as many as the harness's own class writes."""

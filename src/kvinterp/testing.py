@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvinterp.auditing import Verdict, audit
+from kvinterp.auditing.audit import audit
+from kvinterp.auditing.verdict import Verdict
 
 
 class CacheInconsistency(AssertionError):  # noqa: N818  # reads as what pytest reports

@@ -14,12 +14,13 @@ from architectures import build, some
 from transformers import AutoTokenizer
 
 import kvinterp as kv
-from kvinterp.auditing import RUNGS, VERDICTS, audit
+from kvinterp.auditing.audit import RUNGS, audit
 from kvinterp.auditing.building import random_model
 from kvinterp.auditing.ladder import PrecisionRun
+from kvinterp.auditing.page import issue_tables, told_apart
+from kvinterp.auditing.verdict import VERDICTS
 from kvinterp.models import wrap, zoo
 from kvinterp.models.hooks import first_of
-from kvinterp.study.report.audit import issue_tables, told_apart
 from kvinterp.testing import CacheInconsistency, assert_cache_consistent
 from pages import Page
 from support import Case

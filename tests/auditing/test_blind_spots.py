@@ -11,7 +11,7 @@ from architectures import build
 from planting import on_update
 
 import kvinterp as kv
-from kvinterp.auditing import audit
+from kvinterp.auditing.audit import audit
 
 pytestmark = [pytest.mark.bits, pytest.mark.slow]
 

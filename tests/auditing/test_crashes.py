@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvinterp as kv
+from kvinterp.auditing.programs.crashes import CRASHES, REFUSES, whose
+from kvinterp.auditing.programs.subject import casts_lifted
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.hooks import Functions
-from kvinterp.programs.crashes import CRASHES, REFUSES, whose
-from kvinterp.programs.subject import casts_lifted
 
 SIZES = "Attention mask should be of size (3, 1, 1, 13), but is torch.Size([3, 1, 1, 12])"
 

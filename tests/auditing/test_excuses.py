@@ -9,7 +9,7 @@ import torch
 from architectures import build
 from planting import on_update
 
-from kvinterp.auditing import audit
+from kvinterp.auditing.audit import audit
 from kvinterp.auditing.values import difference, row_errors
 
 pytestmark = pytest.mark.slow

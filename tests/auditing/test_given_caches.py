@@ -11,12 +11,12 @@ import transformers
 import kvinterp as kv
 from command_line import kvinterp
 from command_line import wrong as refused
+from kvinterp.auditing.programs.names import program_named
+from kvinterp.auditing.programs.pasted import pasted
+from kvinterp.auditing.programs.search import tried
 from kvinterp.auditing.uses import CacheAsked
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.caches import cache_named
-from kvinterp.programs.names import program_named
-from kvinterp.programs.pasted import pasted
-from kvinterp.programs.search import tried
 
 HERE = str(Path(__file__).parent)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvinterp as kv
+from kvinterp.auditing.programs.running import REFUSED, RIGHT, WRONG
 from kvinterp.errors import InputError
-from kvinterp.programs.running import REFUSED, RIGHT, WRONG
 
 WEIGHTS = torch.Generator().manual_seed(3)
 EMBED, MIX, HEAD = (torch.randn(*size, generator=WEIGHTS, dtype=torch.float64) for size in ((50, 16), (16, 16), (16, 50)))

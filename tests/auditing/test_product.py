@@ -12,10 +12,10 @@ from architectures import build
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
-from kvinterp.auditing import audit
+from kvinterp.auditing.audit import audit
 from kvinterp.auditing.checks import Check
-from kvinterp.programs.running import PLAIN
-from kvinterp.study.report.audit import page
+from kvinterp.auditing.page import page
+from kvinterp.auditing.programs.running import PLAIN
 from kvinterp.testing import assert_cache_consistent
 
 pytestmark = [pytest.mark.xdist_group("audit's product"), pytest.mark.slow]

@@ -16,10 +16,10 @@ from kvinterp.auditing.checks import NUMBERS, Check
 from kvinterp.auditing.first_difference import Finding
 from kvinterp.auditing.judging import Account, Judged
 from kvinterp.auditing.ladder import LOCAL, ONE_BY_ONE, STEPS, PrecisionRun
+from kvinterp.auditing.page import page
+from kvinterp.auditing.programs.reach import Reach
+from kvinterp.auditing.programs.running import PLAIN, RIGHT
 from kvinterp.auditing.reading import Evidence
-from kvinterp.programs.reach import Reach
-from kvinterp.programs.running import PLAIN, RIGHT
-from kvinterp.study.report.audit import page
 
 
 def rung(

@@ -14,16 +14,8 @@ import kvinterp as kv
 from kvinterp.common.result import Result
 from kvinterp.findings import findings_of, lines_of
 from kvinterp.models import Adapter
-from kvinterp.study.behaviour.chains import (
-    CHAIN,
-    attractors_of,
-    curves_of,
-    cycles_of,
-    deltas_of,
-    played,
-    tokens_of,
-)  # fmt: skip
-from kvinterp.study.experiments.chain import Chain
+from kvinterp.papers.behaviour.chains import CHAIN, attractors_of, curves_of, cycles_of, deltas_of, played, tokens_of
+from kvinterp.papers.studies.chain import Chain
 from support import Case
 
 TEXT = "Max met Omar in Rome. Paul owns 12 pens."
@@ -66,7 +58,7 @@ def test_a_greedy_chain_is_that_of_plain_calls(small: Adapter, path: str) -> Non
 
 
 def test_a_fixed_point_is_not_computed_again(small: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvinterp.study.behaviour import chains
+    from kvinterp.papers.behaviour import chains
 
     calls = []
 

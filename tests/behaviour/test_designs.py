@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvinterp.models import ModelInfo
+from kvinterp.papers.behaviour.designs import DESIGNS, FACTORS, GRID, designed, effects, factorial, is_seeded, reseeded
 from kvinterp.policies import Place, policy_named
-from kvinterp.study.behaviour.designs import DESIGNS, FACTORS, GRID, designed, effects, factorial, is_seeded, reseeded
 
 FACTS = ModelInfo("tiny", "Tiny", 5, 4, 2, 64, 256, 10, 4096, (None,) * 5, True, "eager")
 RMS = (0.2, 0.5, 0.57735, 0.9, 1.15)

@@ -21,9 +21,9 @@ import torch
 import kvinterp as kv
 from kvinterp.data import load_prompts, score
 from kvinterp.models import Adapter
+from kvinterp.papers.behaviour.decoding import likelihoods, write
 from kvinterp.policies import Place, Policy
 from kvinterp.policies.base import KV
-from kvinterp.study.behaviour.decoding import likelihoods, write
 from plain import plain_loop
 from support import Case
 

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvinterp.study.behaviour.scores import AGAIN, CONTROL, METRICS, contrasted, observed, scored
+from kvinterp.papers.behaviour.scores import AGAIN, CONTROL, METRICS, contrasted, observed, scored
 
 
 def examples(rates: dict[str, float], prompts: int = 12, repeats: int = 4, reading: str = "stored") -> pd.DataFrame:

@@ -79,15 +79,15 @@ class Untouched(Kernels):
     def mode(self, adapter):
         return KernelMode()
 ''',
-    "study/experiments/counting.py": '''"""Count to a number, for nobody."""
+    "papers/studies/counting.py": '''"""Count to a number, for nobody."""
 
 import dataclasses
 import pandas as pd
 
-from kvinterp.study.cells import Cell
+from kvinterp.commands.cells import Cell
 from kvinterp.common.result import Result
-from kvinterp.study.experiments.base import Experiment
-from kvinterp.study.experiments.options import option
+from kvinterp.commands.base import Experiment
+from kvinterp.commands.options import option
 
 
 class Counting(Experiment):

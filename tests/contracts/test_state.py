@@ -12,8 +12,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvinterp as kv
+from kvinterp.auditing.programs.running import WRONG
 from kvinterp.errors import KvinterpError, UnsupportedError
-from kvinterp.programs.running import WRONG
 
 SHORT = {"max_new_tokens": 3, "stop": "length"}
 QUIET = SHORT | {"progress": "none"}

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from kvinterp.study.behaviour import boundary as b
+from kvinterp.papers.behaviour import boundary as b
 
 pytestmark = pytest.mark.slow
 

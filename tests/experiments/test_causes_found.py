@@ -7,7 +7,7 @@ import pytest
 
 import synthetic
 from kvinterp.common.result import Result
-from kvinterp.study.experiments.root_cause import RootCause
+from kvinterp.papers.studies.root_cause import RootCause
 
 
 def causes(grown: float = 16.0, shrinks: float = 0.5, written: float = 1e-6, native: float = 1e-3,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import kvinterp as kv
-from kvinterp.study.experiments.base import OPTION
-from kvinterp.study.experiments.registry import experiment_named, experiments
+from kvinterp.commands.base import OPTION
+from kvinterp.commands.registry import experiment_named, experiments
 
 
 @pytest.mark.parametrize("name", experiments())
@@ -35,9 +35,9 @@ MODEL = {"model", "kind", "dtype", "device", "attention", "prompts"}
 @pytest.mark.parametrize(
     ("name", "work", "elsewhere"),
     [
-        ("compare", "kvinterp.study.experiments.compare.compare_each", MODEL),
+        ("compare", "kvinterp.commands.compare.compare_each", MODEL),
         # Its paths go by the names that a sweep has for them.
-        ("patch", "kvinterp.study.experiments.patch.sweep", {*MODEL, "sweep", "preset", "examples", "a", "b"}),
+        ("patch", "kvinterp.commands.patch.sweep", {*MODEL, "sweep", "preset", "examples", "a", "b"}),
     ],
 )
 def test_every_option_reaches_the_work(name: str, work: str, elsewhere: set[str], monkeypatch: pytest.MonkeyPatch) -> None:

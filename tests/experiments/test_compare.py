@@ -11,13 +11,13 @@ import pandas as pd
 import pytest
 import torch
 
+from kvinterp.commands.compare import Compare
+from kvinterp.commands.results import read_summary
 from kvinterp.common.store import Store
 from kvinterp.comparison import TABLES, Comparison
 from kvinterp.models.hooks import Tap
 from kvinterp.models.native import NativeAdapter
 from kvinterp.models.native_sites import NativeSites
-from kvinterp.study.experiments.compare import Compare
-from kvinterp.study.results import read_summary
 
 pytestmark = pytest.mark.xdist_group("compare")
 SMALL = Compare(

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
-from kvinterp.study.experiments.compare_traces import compared
+from kvinterp.engines.commands.compare_traces import compared
 
 
 def dumps(folder: Path) -> tuple[Path, Path]:

@@ -8,7 +8,7 @@ import torch
 import kvinterp as kv
 from command_line import kvinterp
 from kvinterp.errors import InputError
-from kvinterp.study.experiments.flip_law import FlipLaw, steps_of
+from kvinterp.papers.studies.flip_law import FlipLaw, steps_of
 from support import Case
 
 pytestmark = pytest.mark.bits

@@ -12,10 +12,10 @@ import torch
 
 from kvinterp.data import load_prompts
 from kvinterp.errors import UnsupportedError
+from kvinterp.papers.behaviour.scores import AGAIN, CONTROL, METRICS
+from kvinterp.papers.studies.equivalent_noise import EquivalentNoise, error_of_policy, pooled
+from kvinterp.papers.studies.kv_error import KvError, behaviour_of
 from kvinterp.policies import Chain, Place, Policy, policy_named
-from kvinterp.study.behaviour.scores import AGAIN, CONTROL, METRICS
-from kvinterp.study.experiments.equivalent_noise import EquivalentNoise, error_of_policy, pooled
-from kvinterp.study.experiments.kv_error import KvError, behaviour_of
 from support import Case
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,9 @@ from scipy import stats
 
 import kvinterp as kv
 import synthetic
+from kvinterp.commands.running import with_findings
 from kvinterp.common.result import Result
-from kvinterp.study.experiments.layer_drift import (
+from kvinterp.papers.studies.layer_drift import (
     CONTRASTS,
     EVERY_STEP,
     MEASURES,
@@ -26,7 +27,6 @@ from kvinterp.study.experiments.layer_drift import (
     of_example,
     tables_of,
 )
-from kvinterp.study.experiments.running import with_findings
 from support import Case
 
 pytestmark = [pytest.mark.bits, pytest.mark.slow]

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvinterp.study.experiments.localisation import chosen_of
+from kvinterp.papers.studies.localisation import chosen_of
 
 pytestmark = pytest.mark.bits
 

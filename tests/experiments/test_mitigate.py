@@ -7,7 +7,7 @@ import pytest
 import kvinterp as kv
 from kvinterp.common.result import Result
 from kvinterp.findings import findings_of, lines_of
-from kvinterp.study.experiments import mitigate as m
+from kvinterp.papers.studies import mitigate as m
 
 
 def examples(what: str, squared: np.ndarray, **told: object) -> pd.DataFrame:

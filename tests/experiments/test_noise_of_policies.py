@@ -3,7 +3,7 @@
 import pytest
 
 import kvinterp as kv
-from kvinterp.study.experiments.equivalent_noise import EquivalentNoise
+from kvinterp.papers.studies.equivalent_noise import EquivalentNoise
 
 
 @pytest.mark.parametrize("policy", ["fp8(e4m3,scale=0.0001,overflow=nonfinite)", "normal(0,1e30)"])

@@ -12,8 +12,8 @@ import pytest
 from scipy import stats
 
 import kvinterp as kv
-from kvinterp.study.experiments import paper
-from kvinterp.study.experiments.paper import PRESETS, Paper
+from kvinterp.papers.studies import paper
+from kvinterp.papers.studies.paper import PRESETS, Paper
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     asked = Paper((MODEL,), prompts=PROMPTS, strategies=STRATEGIES, seeds=SEEDS, max_new_tokens=TOKENS, device="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PRESETS, "quick", {**PRESETS["quick"], "few": FEW, "patched_steps": 2})
-        patch.setattr("kvinterp.study.experiments.behaviour.paths_of", lambda kernels: NOISY)
+        patch.setattr("kvinterp.papers.studies.behaviour.paths_of", lambda kernels: NOISY)
         parts: dict[str, Any] = {}
         patch.setattr(Paper, "reduce", lambda self, given: parts.update(given) or super(Paper, self).reduce(given))
         result = asked.run(tmp_path_factory.mktemp("paper") / "out", progress="none")

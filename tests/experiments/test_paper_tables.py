@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from kvinterp.study.behaviour.boundary import boundary_tables, correlations_with_flip
-from kvinterp.study.experiments import paper as p
+from kvinterp.papers.behaviour.boundary import boundary_tables, correlations_with_flip
+from kvinterp.papers.studies import paper as p
 
 VERBS = ("weakens", "strengthens")
 PAPERS = pd.DataFrame([{"model": "m", "paper": "LLaMA-2-7B", "trend": "weakens"}])

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.study.experiments.root_cause import RootCause
-from kvinterp.study.root_causes import accumulation_error, gqa_spread, kv_write_error, precision_ladder, propagation
+from kvinterp.papers.root_causes import accumulation_error, gqa_spread, kv_write_error, precision_ladder, propagation
+from kvinterp.papers.studies.root_cause import RootCause
 from support import Case
 
 pytestmark = [pytest.mark.bits, pytest.mark.slow]
@@ -42,7 +42,7 @@ def test_the_value_products_error_grows_relative_to_the_result_and_the_scores_do
 
 def test_a_running_sum_is_rounded_at_every_term() -> None:
     # In float16 2048 + 1 is 2048: ones added one by one stop there.
-    from kvinterp.study.root_causes import _added_up
+    from kvinterp.papers.root_causes import _added_up
 
     ones = torch.ones(1, 3000, dtype=torch.float64)
     assert float(_added_up(ones, ones, torch.float16)) == 2048

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from kvinterp.study.experiments import susceptibility as s
+from kvinterp.papers.studies import susceptibility as s
 
 SIZES = (0.1, 0.2, 0.4, 0.8, 1.6)
 

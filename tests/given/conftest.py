@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvinterp.auditing import engine_side
+from kvinterp.engines import side as engine_side
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,13 +16,13 @@ import writing_given
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
-from kvinterp.auditing import engine_numbers as numbers
-from kvinterp.auditing import engine_side as judging
-from kvinterp.auditing.engine import audit_engine
+from kvinterp.engines import numbers
+from kvinterp.engines import side as judging
+from kvinterp.engines.judge import audit_engine
+from kvinterp.engines.readers import read_engine
 from kvinterp.errors import InputError
 from kvinterp.metrics.rollouts import rollout_statistics
 from kvinterp.recording.engine_path import EnginePath
-from kvinterp.recording.readers import read_engine
 
 LENGTH, COUNT = 128, 4
 RECORDED = Path(__file__).parent / "recorded"

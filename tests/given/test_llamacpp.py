@@ -11,7 +11,7 @@ from llamacpp_server import serving, walked
 
 import kvinterp as kv
 from gguf_files import write_gguf
-from kvinterp.auditing.engine import audit_engine
+from kvinterp.engines.judge import audit_engine
 from kvinterp.recording.engine_path import EnginePath
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install 'kvinterp[llamacpp]'")

@@ -13,8 +13,8 @@ import torch
 import writing_given as w
 
 import kvinterp as kv
+from kvinterp.engines.readers import READERS, read_engine
 from kvinterp.errors import InputError
-from kvinterp.recording.readers import READERS, read_engine
 
 CUT = 12
 

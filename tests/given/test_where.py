@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvinterp.auditing.engine_numbers import Tokens
-from kvinterp.auditing.engine_where import Null, Where, place
+from kvinterp.engines.numbers import Tokens
+from kvinterp.engines.where import Null, Where, place
 from kvinterp.recording.engine_path import EnginePath
 
 SEQUENCES, LENGTH, PROMPT = 6, 160, 40

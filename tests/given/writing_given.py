@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvinterp.engines.readers.kl_base import MAGIC
 from kvinterp.recording.engine_path import EnginePath
-from kvinterp.recording.readers.kl_base import MAGIC
 
 Ids = Sequence[int]
 

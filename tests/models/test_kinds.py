@@ -3,7 +3,7 @@
 import inspect
 
 import kvinterp as kv
-from kvinterp.study.experiments.registry import experiment_named, experiments
+from kvinterp.commands.registry import experiment_named, experiments
 from support import has_hooked_transformer
 
 OWN = "hooked" if has_hooked_transformer() else "bridge"

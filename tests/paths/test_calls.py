@@ -13,8 +13,8 @@ from bank.calls import FAULTS, fed
 from transformers import DynamicCache
 
 import kvinterp as kv
+from kvinterp.auditing.programs.names import NAMES, OPERATIONS
 from kvinterp.paths import Runner
-from kvinterp.programs.names import NAMES, OPERATIONS
 from kvinterp.recording import PathHook
 
 PROMPT = "3+4=7\n5+2=7\n1+1="

@@ -23,13 +23,13 @@ from transformers import (
 )
 
 import kvinterp as kv
+from kvinterp.auditing.programs.function_subject import FunctionSubject
+from kvinterp.auditing.programs.model_subject import ModelSubject
+from kvinterp.auditing.programs.names import program_named
+from kvinterp.auditing.programs.reach import Reach
+from kvinterp.auditing.programs.running import PLAIN, RIGHT, WRONG
+from kvinterp.auditing.programs.search import FIRST, far, search, tried
 from kvinterp.auditing.uses import _checks, _cut, _edges, _over, _past
-from kvinterp.programs.function_subject import FunctionSubject
-from kvinterp.programs.model_subject import ModelSubject
-from kvinterp.programs.names import program_named
-from kvinterp.programs.reach import Reach
-from kvinterp.programs.running import PLAIN, RIGHT, WRONG
-from kvinterp.programs.search import FIRST, far, search, tried
 
 SMALL = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

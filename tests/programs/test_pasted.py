@@ -11,12 +11,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvinterp as kv
+from kvinterp.auditing.programs.model_subject import ModelSubject
+from kvinterp.auditing.programs.names import program_named
+from kvinterp.auditing.programs.pasted import pasted
+from kvinterp.auditing.programs.running import WRONG, Run
+from kvinterp.auditing.programs.search import FIRST
 from kvinterp.auditing.uses import uses_of
-from kvinterp.programs.model_subject import ModelSubject
-from kvinterp.programs.names import program_named
-from kvinterp.programs.pasted import pasted
-from kvinterp.programs.running import WRONG, Run
-from kvinterp.programs.search import FIRST
 
 SMALL = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -24,16 +24,16 @@ from transformers.models.llama import modeling_llama
 
 import kvinterp as kv
 from kvinterp.auditing.checks import NUMBERS
+from kvinterp.auditing.programs.function_subject import FunctionSubject
+from kvinterp.auditing.programs.model_subject import ModelSubject
+from kvinterp.auditing.programs.names import OPERATIONS, program_named
+from kvinterp.auditing.programs.pasted import pasted
+from kvinterp.auditing.programs.place import placed
+from kvinterp.auditing.programs.program import Program, Rows
+from kvinterp.auditing.programs.running import PLAIN, RIGHT, WRONG, Run
+from kvinterp.auditing.programs.search import FIRST, drawn, search, smaller
 from kvinterp.auditing.uses import FEWER_BITS, programs_named, uses_of
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.programs.function_subject import FunctionSubject
-from kvinterp.programs.model_subject import ModelSubject
-from kvinterp.programs.names import OPERATIONS, program_named
-from kvinterp.programs.pasted import pasted
-from kvinterp.programs.place import placed
-from kvinterp.programs.program import Program, Rows
-from kvinterp.programs.running import PLAIN, RIGHT, WRONG, Run
-from kvinterp.programs.search import FIRST, drawn, search, smaller
 
 SMALL = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -17,11 +17,11 @@ from transformers.models.bart.modeling_bart import BartAttention
 
 import kvinterp as kv
 from kvinterp.auditing.own_code import behind
+from kvinterp.auditing.programs.names import program_named
+from kvinterp.auditing.programs.pasted import pasted
+from kvinterp.auditing.programs.running import RIGHT, WRONG, Run
+from kvinterp.auditing.programs.sourced import EncoderDecoderSubject
 from kvinterp.errors import InputError
-from kvinterp.programs.names import program_named
-from kvinterp.programs.pasted import pasted
-from kvinterp.programs.running import RIGHT, WRONG, Run
-from kvinterp.programs.sourced import EncoderDecoderSubject
 
 SIZES = {
     "vocab_size": 97, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,

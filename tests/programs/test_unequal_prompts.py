@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvinterp as kv
+from kvinterp.auditing.programs.model_subject import ModelSubject
+from kvinterp.auditing.programs.names import program_named
+from kvinterp.auditing.programs.running import PLAIN, RIGHT, WRONG
+from kvinterp.auditing.programs.search import OF_TRANSFORMER_LENS, tried
 from kvinterp.models.transformer_lens_api import unequal
-from kvinterp.programs.model_subject import ModelSubject
-from kvinterp.programs.names import program_named
-from kvinterp.programs.running import PLAIN, RIGHT, WRONG
-from kvinterp.programs.search import OF_TRANSFORMER_LENS, tried
 from support import Case, bare_hooked_transformer
 
 pytestmark = pytest.mark.hooked

@@ -12,15 +12,15 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import kvinterp as kv
+from kvinterp.auditing.programs.decoder import check
+from kvinterp.auditing.programs.model_subject import ModelSubject
+from kvinterp.auditing.programs.names import OPERATIONS, program_named
+from kvinterp.auditing.programs.pasted import pasted
+from kvinterp.auditing.programs.program import ASKS, ATTENTION, FED, MASKS, Rows
+from kvinterp.auditing.programs.running import REFUSED, RIGHT, WRONG
+from kvinterp.auditing.programs.search import FIRST, least, search, tried
+from kvinterp.auditing.programs.subject import apart
 from kvinterp.errors import UnsupportedError
-from kvinterp.paths.programmed import check
-from kvinterp.programs.model_subject import ModelSubject
-from kvinterp.programs.names import OPERATIONS, program_named
-from kvinterp.programs.pasted import pasted
-from kvinterp.programs.program import ASKS, ATTENTION, FED, MASKS, Rows
-from kvinterp.programs.running import REFUSED, RIGHT, WRONG
-from kvinterp.programs.search import FIRST, least, search, tried
-from kvinterp.programs.subject import apart
 
 SMALL = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -21,8 +21,8 @@ from kvinterp.common.numbers import number
 from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.errors import InputError
 from kvinterp.recording import Trace
-from kvinterp.study.report.attention import assembled_pattern, attention_comparison
-from kvinterp.study.report.page import Table, from_template
+from kvinterp.report.attention import assembled_pattern, attention_comparison
+from kvinterp.report.page import Table, from_template
 from pages import Page
 from support import Case, assert_bitwise, assert_close
 

@@ -14,8 +14,8 @@ import pytest
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 
 from kvinterp.comparison import Comparison
-from kvinterp.study.report.page import render
-from kvinterp.study.report.tokens import changes
+from kvinterp.report.page import render
+from kvinterp.report.tokens import changes
 from synthetic import comparison, comparison_page
 
 pytestmark = IN_A_BROWSER

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from kvinterp.findings import Chart, Panel, finding, line, median_of
-from kvinterp.study.report.charts import draw_chart
+from kvinterp.report.charts import draw_chart
 from synthetic import ABOUT
 
 TABLE = pd.DataFrame(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from browser import IN_A_BROWSER, Opened
 
-from kvinterp.study.report.page import script, styles
+from kvinterp.report.page import script, styles
 
 pytestmark = IN_A_BROWSER
 

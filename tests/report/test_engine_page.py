@@ -12,7 +12,7 @@ from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 
 from kvinterp.auditing.checks import Check
 from kvinterp.auditing.verdict import Verdict
-from kvinterp.study.report.engine import OPEN, engine_fragment, page, shaded
+from kvinterp.engines.page import OPEN, engine_fragment, page, shaded
 
 RNG = np.random.default_rng(0)
 

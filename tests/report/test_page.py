@@ -11,20 +11,10 @@ from typing import Any
 
 import pytest
 
+from kvinterp.auditing.page import page
 from kvinterp.auditing.verdict import Verdict
-from kvinterp.study.report.audit import page
-from kvinterp.study.report.page import (
-    Answer,
-    Column,
-    Links,
-    Packed,
-    Picture,
-    Table,
-    Text,
-    fragment,
-    render,
-)
-from kvinterp.study.report.tokens import tokens_fragment
+from kvinterp.report.page import Answer, Column, Links, Packed, Picture, Table, Text, fragment, render
+from kvinterp.report.tokens import tokens_fragment
 from synthetic import comparison
 
 EVIL = "<script>alert('x')</script>&\"quoted\""
@@ -81,7 +71,7 @@ def test_links_go_to_files_beside_the_page_whatever_their_names() -> None:
 
 def test_the_templates_are_installed_with_the_package() -> None:
     for name in ("page", "parts", "experiment", "audit", "engine", "attention", "panel"):
-        assert resources.files("kvinterp.study.report").joinpath(f"{name}.html.j2").is_file()
+        assert resources.files("kvinterp.report").joinpath(f"{name}.html.j2").is_file()
     # tomllib is there from Python 3.11 on.
     settings = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
-    assert re.search(r'package-data\]\nkvinterp = \[[^\]]*"study/report/\*\.j2", "study/report/static/\*"', settings)
+    assert re.search(r'package-data\]\nkvinterp = \[[^\]]*"report/\*\.j2", "report/static/\*"', settings)

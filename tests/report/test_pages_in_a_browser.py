@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page, check_sorting, faults_of
 
-from kvinterp.auditing import audit
+from kvinterp.auditing.audit import audit
 from kvinterp.data import Prompt
 from kvinterp.models import wrap
-from kvinterp.study.report.page import render
+from kvinterp.report.page import render
 from support import Case
 from synthetic import comparison, comparison_page, experiment_page
 

@@ -12,8 +12,8 @@ import torch
 from browser import EVIL, IN_A_BROWSER, check_markup, faults_of
 
 import kvinterp as kv
-from kvinterp.study.report.page import script, styles
-from kvinterp.study.report.panel import PatchPanel, patch_panel
+from kvinterp.report.page import script, styles
+from kvinterp.report.panel import PatchPanel, patch_panel
 from support import Case
 
 pytest.importorskip("anywidget")

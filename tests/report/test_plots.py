@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 
 from kvinterp.comparison import Comparison
 from kvinterp.comparison.findings import charts_of_comparison
-from kvinterp.study.report.charts import draw_chart, set_scale
-from kvinterp.study.report.style import sheet
+from kvinterp.report.charts import draw_chart, set_scale
+from kvinterp.report.style import sheet
 from synthetic import CHARTS, comparison
 
 MADE = {

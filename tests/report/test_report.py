@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvinterp.commands.base import Experiment
 from kvinterp.common.numbers import number
 from kvinterp.comparison import Comparison
 from kvinterp.data import Prompt
-from kvinterp.study.experiments.base import Experiment
 from pages import Page
 from synthetic import comparison, comparison_page, failed, result
 

@@ -12,8 +12,8 @@ import pytest
 from browser import EVIL
 from matplotlib.image import imread
 
-from kvinterp.study.report.style import CMAP, SERIES, sheet
-from kvinterp.study.report.svg import inline
+from kvinterp.report.style import CMAP, SERIES, sheet
+from kvinterp.report.svg import inline
 
 
 def drawn(title: str = "a title", name: str = "one") -> str:

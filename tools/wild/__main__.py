@@ -80,11 +80,11 @@ def tried(name: str, config: Mapping[str, Any], programs: int) -> dict[str, Any]
 
 def searched(model: torch.nn.Module, programs: int) -> dict[str, Any]:
     """By use how many programs were right or another word, and what is wrong: a quarter as many go beyond the contract."""
+    from kvinterp.auditing.programs.model_subject import ModelSubject
+    from kvinterp.auditing.programs.pasted import pasted
+    from kvinterp.auditing.programs.place import placed
+    from kvinterp.auditing.programs.search import base_of, search
     from kvinterp.models import wrap
-    from kvinterp.programs.model_subject import ModelSubject
-    from kvinterp.programs.pasted import pasted
-    from kvinterp.programs.place import placed
-    from kvinterp.programs.search import base_of, search
 
     began, subject = time.process_time(), ModelSubject(wrap(model))
     found = search(subject, programs, BUDGET, faults=FAULTS)
@@ -202,7 +202,7 @@ def main() -> None:
     # Begun before kvinterp is imported, which is done once for all models.
     scripts, end = multiprocessing.Pipe()
     multiprocessing.get_context("fork").Process(target=plain, args=(end,), daemon=True).start()
-    import kvinterp.programs.search  # noqa: F401
+    import kvinterp.auditing.programs.search  # noqa: F401
 
     given.out.mkdir(parents=True, exist_ok=True)
     configs = known()

@@ -17,11 +17,14 @@ from kvinterp.auditing.blocks import BlockModel, evaluating, prompts_for
 from kvinterp.auditing.causality import check_causal
 from kvinterp.auditing.causes import other_attention
 from kvinterp.auditing.checks import Check
-from kvinterp.auditing.engine import audit_engine
 from kvinterp.auditing.judging import RungJudge, account
 from kvinterp.auditing.ladder import SLACK, Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.measure import climb
 from kvinterp.auditing.own_code import behind, decoded, decoded_far, subject_of, texts_of
+from kvinterp.auditing.programs.function_subject import FunctionSubject
+from kvinterp.auditing.programs.program import Program
+from kvinterp.auditing.programs.running import RIGHT, WRONG
+from kvinterp.auditing.programs.subject import Subject
 from kvinterp.auditing.reading import Evidence, of_functions
 from kvinterp.auditing.uses import (
     PROGRAMS,
@@ -48,6 +51,7 @@ from kvinterp.common.checks import (
     given_list,
     whole_number,
 )
+from kvinterp.common.wings import taken
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, named, out_of_memory, reason, shown
@@ -59,10 +63,6 @@ from kvinterp.models.provenance import machine, provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.paths.prompt import prompt_difference
-from kvinterp.programs.function_subject import FunctionSubject
-from kvinterp.programs.program import Program
-from kvinterp.programs.running import RIGHT, WRONG
-from kvinterp.programs.subject import Subject
 from kvinterp.recording import Trace
 
 READ_OF_FUNCTIONS = ("calls", "programs", "seconds", "checks", "lengths", "steps", "prompts", "reach")
@@ -88,6 +88,11 @@ LONGEST_EDGE = 512
 AFFORDED, A_KEY = 1.2e10, 4e4
 """Products of two numbers that one rung may make one by one for a fixed order, about a quarter of a minute on one core; and as
 how many of them one key of one layer's attention counts, which is added up by itself."""
+
+
+def against_named() -> Any:
+    """What judges a model beside what another engine gave, as the wing hands it in that reads such files."""
+    return taken("judges", "against", "a judgement against another engine")
 
 
 def audit(
@@ -181,7 +186,7 @@ def audit(
     if against is not None:
         for name, (value, default) in _given(arguments, "against", "format", "declared").items():
             check_unread(name, value, default, "against feeds the tokens of its file and runs no checks; leave it out")
-        judged = audit_engine(model, against, declared, format, allow, seed, progress or (lambda _: None))
+        judged = against_named()(model, against, declared, format, allow, seed, progress or (lambda _: None))
         if out is not None:
             judged.save(out)
         return judged

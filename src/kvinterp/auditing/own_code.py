@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvinterp.auditing.programs.function_subject import FunctionSubject
+from kvinterp.auditing.programs.operations.feed import Feed
+from kvinterp.auditing.programs.program import Program, Rows
+from kvinterp.auditing.programs.sourced import EncoderDecoderSubject, PromptSubject
+from kvinterp.auditing.programs.subject import Subject, row_draw
 from kvinterp.common.checks import given_list
 from kvinterp.errors import InputError, KvinterpError, reason, shown
 from kvinterp.models import Adapter
 from kvinterp.models.inputs import token_ids
 from kvinterp.models.native import copied
-from kvinterp.programs.function_subject import FunctionSubject
-from kvinterp.programs.operations.feed import Feed
-from kvinterp.programs.program import Program, Rows
-from kvinterp.programs.sourced import EncoderDecoderSubject, PromptSubject
-from kvinterp.programs.subject import Subject, row_draw
 
 FAR = (255, 509)
 """Prompts whose next tokens cross 256 columns, and fill 512: a cache of code of one's own may well hold no more."""

@@ -13,13 +13,13 @@ from kvinterp.auditing.checks import BEYOND, NOT_RUN, NUMBERS, UNCLEAR, Check
 from kvinterp.auditing.first_difference import Place
 from kvinterp.auditing.judging import ROOM, Account, Judged
 from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
+from kvinterp.auditing.programs.reach import Reach
+from kvinterp.auditing.programs.running import PLAIN, REFUSED, RIGHT, WRONG
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, NOT_THE_CACHE, Verdict
 from kvinterp.common.numbers import listed
 from kvinterp.models.cached_rows import NOT_READ, Unread
 from kvinterp.paths.prompt import PromptDifference
-from kvinterp.programs.reach import Reach
-from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG
 
 NOWHERE: Place = (None, None, "", "")
 """The place of what has none."""

@@ -14,22 +14,22 @@ import torch
 from kvinterp.auditing.blocks import evaluating, prompts_for
 from kvinterp.auditing.checks import BEYOND, NOT_RUN, NUMBERS, UNCLEAR, Check
 from kvinterp.auditing.ladder import dtype_name
+from kvinterp.auditing.programs.crashes import CRASHES, OURS, whose
+from kvinterp.auditing.programs.model_subject import ModelSubject
+from kvinterp.auditing.programs.names import call_named, program_named
+from kvinterp.auditing.programs.operations.crop import croppable
+from kvinterp.auditing.programs.pasted import pasted
+from kvinterp.auditing.programs.place import placed
+from kvinterp.auditing.programs.program import Program
+from kvinterp.auditing.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, Run
+from kvinterp.auditing.programs.search import EDGES, FIRST, FURTHEST, Searched, base_of, far, least, search, tried
+from kvinterp.auditing.programs.subject import NARROW, ROOM, Subject, apart
 from kvinterp.common import spec
 from kvinterp.errors import UnsupportedError, named, out_of_memory, reason
 from kvinterp.models import Adapter
 from kvinterp.models.caches import MOVES, CacheKind, MadeBy, Named, offers
 from kvinterp.models.door import quiet_transformers
 from kvinterp.models.positions import Counted, counted, counted_by
-from kvinterp.programs.crashes import CRASHES, OURS, whose
-from kvinterp.programs.model_subject import ModelSubject
-from kvinterp.programs.names import call_named, program_named
-from kvinterp.programs.operations.crop import croppable
-from kvinterp.programs.pasted import pasted
-from kvinterp.programs.place import placed
-from kvinterp.programs.program import Program
-from kvinterp.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, Run
-from kvinterp.programs.search import EDGES, FIRST, FURTHEST, Searched, base_of, far, least, search, tried
-from kvinterp.programs.subject import NARROW, ROOM, Subject, apart
 
 PROGRAMS, SECONDS = 100, 40.0
 """Programs that are run unless told, and processor seconds that they take at most."""

@@ -14,11 +14,11 @@ import pandas as pd
 from kvinterp.auditing.checks import Check
 from kvinterp.auditing.folder import GIVEN, VERDICT, tables_of
 from kvinterp.auditing.ladder import Plan, PrecisionRun
+from kvinterp.auditing.programs.reach import Reach
 from kvinterp.common.checks import check_known, given_list
 from kvinterp.common.files import is_file, read_json, strict_json
 from kvinterp.common.result import Contents, Result
 from kvinterp.errors import InputError
-from kvinterp.programs.reach import Reach
 
 VERDICTS = {
     "equal": "nothing differs bitwise",

@@ -25,19 +25,13 @@ from typer.core import TyperCommand, TyperGroup
 
 from kvinterp._version import __version__
 from kvinterp.cli.listing import LISTED, described
+from kvinterp.commands.choices import check_early, check_models, default_folder
+from kvinterp.commands.options import OPTION
+from kvinterp.commands.registry import command_of, experiment_named, experiment_read, experiments, question_of
 from kvinterp.common.console import Dropping, echo
 from kvinterp.common.files import SUMMARY, is_file, read_json, strict_json
 from kvinterp.common.source import source
 from kvinterp.errors import InputError, KvinterpError, out_of_memory, unknown, visible
-from kvinterp.study.experiments.choices import check_early, check_models, default_folder
-from kvinterp.study.experiments.options import OPTION
-from kvinterp.study.experiments.registry import (
-    command_of,
-    experiment_named,
-    experiment_read,
-    experiments,
-    question_of,
-)
 
 _HOW = ("kind", "dtype", "device", "attention", "random_init", "remote_code", "batch_size", "seed")
 """The options that help shows in the group "How"; what is in no group is what is asked."""
@@ -81,7 +75,7 @@ class _Verb(TyperCommand):
         check_models(chosen)
         existing = "overwrite" if chosen["overwrite"] or kind.OVERWRITES == "always" else "error"
         folder = chosen["out"] or default_folder(verb, chosen)
-        source("kvinterp.study.results").check_free(folder, verb, existing)
+        source("kvinterp.commands.results").check_free(folder, verb, existing)
         if "torch" not in sys.modules:
             _speak()
             logging.getLogger("kvinterp").info("importing torch first, which takes seconds")
@@ -278,7 +272,7 @@ def _command_of(name: str) -> Callable[..., Mapping[str, Any]]:
 
 def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
     """The parameter of a command, as typer reads it, for a field that is an option."""
-    ours = ("decides", "example", "only", "positional", "flag", "among", "commas", "empty")
+    ours = ("decides", "example", "only", "positional", "flag", "among", "commas", "empty", "early")
     # Options are words, numbers and paths.
     hint = eval(str(field.type), {"Path": Path})
     about, default = field.metadata[OPTION], typing.cast(Any, field.default)
@@ -342,7 +336,7 @@ def _show(
     _speak()
     page, lines = folder / "report.html", []
     if rewrite or not is_file(page):
-        from kvinterp.study.experiments.keeping import load
+        from kvinterp.commands.keeping import load
 
         result = load(folder)
         if not rewrite:

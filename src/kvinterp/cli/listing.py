@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import pkgutil
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from kvinterp.commands.registry import experiments, question_of
 from kvinterp.common.source import ROOT, source
-from kvinterp.common.spec import plugins_read
+from kvinterp.common.spec import fields_of, first_line, plugin_rows, plugins_read
 from kvinterp.common.vocabulary import PATHS, PROTOCOLS
+from kvinterp.common.wings import handed, taken
 from kvinterp.models import real, zoo
 from kvinterp.models.sites import GROUPS, SITES
-from kvinterp.study.experiments.registry import experiments, question_of
 
 Row = dict[str, str]
 
@@ -64,7 +65,7 @@ def policy_rows() -> list[Row]:
         width = EXAMPLE["head_dim"]
         bits = [16 if (own := policy.bits_stored(tensor, width)) is None else own for tensor in ("k", "v")]
         kib = sum(bits) * width * EXAMPLE["kv_heads"] * EXAMPLE["layers"] / 8 / 1024
-        about = {"fields": _fields_of(kind), "what it does": _first_line(kind)}
+        about = {"fields": fields_of(kind), "what it does": first_line(kind)}
         rows.append({"name": name, "as text": str(policy), **about, "KiB per token": f"{kib:g}", "source": kind.SOURCE})
     return rows
 
@@ -72,50 +73,30 @@ def policy_rows() -> list[Row]:
 def _metrics() -> list[Row]:
     kinds = source("kvinterp.metrics.base").KINDS
     files = [source(f"kvinterp.metrics.{file.name}") for file in pkgutil.iter_modules([str(ROOT / "kvinterp" / "metrics")])]
-    return [{"name": each.name, "fills": f"{kinds[each.kind].table}.{each.column}", "what it is": _first_line(each.function)}
+    return [{"name": each.name, "fills": f"{kinds[each.kind].table}.{each.column}", "what it is": first_line(each.function)}
             for file in files if "METRICS" in file.nodes for each in file.METRICS]  # fmt: skip
-
-
-def _plugins(kinds: Mapping[str, type]) -> list[Row]:
-    return [{"name": name, "values": _fields_of(kind), "what it does": _first_line(kind)} for name, kind in kinds.items()]
-
-
-def _first_line(plugin: object) -> str:
-    return (plugin.__doc__ or "").strip().splitlines()[0]
-
-
-def _fields_of(kind: Any) -> str:
-    """The fields of a plugin and their defaults."""
-    return ", ".join(
-        field.name
-        if field.default is dataclasses.MISSING
-        else f"{field.name}={field.default if field.default != () else 'all'}"
-        for field in sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only))
-    )
 
 
 def _pairs(name: str, entries: Mapping[str, str]) -> list[Row]:
     return [{name: key, "what it is": text} for key, text in entries.items()]
 
 
-_OPERATION, _OPERATIONS = "kvinterp.programs.program:Operation", "kvinterp.programs.operations"
+def _handed(name: str) -> list[Row]:
+    """The rows that a wing makes."""
+    return taken("lists", name, f"kvinterp list {name}")()  # type: ignore[no-any-return]
+
+
 LISTED: dict[str, Callable[[], list[Row]]] = {
     "models": _models,
     "kinds": lambda: _pairs("kind", source("kvinterp.models.load").KINDS),
     "sites": lambda: _pairs("site", SITES | {name: "group: " + ", ".join(group) for name, group in GROUPS.items()}),
-    "strategies": lambda: _plugins(plugins_read("kvinterp.paths.sampling:Strategy")),
+    "strategies": lambda: plugin_rows(plugins_read("kvinterp.paths.sampling:Strategy")),
     "policies": policy_rows,
     "metrics": _metrics,
-    "kernels": lambda: _plugins(plugins_read("kvinterp.paths.kernels.base:Kernels")),
-    "calls": lambda: [
-        *_plugins(source("kvinterp.programs.names").NAMES),
-        *(
-            {"name": row["name"], "as text": f"rows(...)+{row['name']}(...)", **row}
-            for row in _plugins(plugins_read(_OPERATION, _OPERATIONS))
-        ),
-    ],
+    "kernels": lambda: plugin_rows(plugins_read("kvinterp.paths.kernels.base:Kernels")),
     "paths": lambda: _pairs("path", PATHS),
     "protocols": lambda: _pairs("protocol", PROTOCOLS),
     "experiments": lambda: _pairs("command", {name: question_of(name).splitlines()[0] for name in experiments()}),
 }
+LISTED |= {name: functools.partial(_handed, name) for name in handed("lists")}
 """What can be named, each with what makes its rows; a test holds them against the registries."""

@@ -124,7 +124,7 @@ class Result:
 
     def keeper(self) -> Any:
         """The experiment that made it, or that keeps such results."""
-        return importlib.import_module("kvinterp.study.experiments.keeping").keeper_of(self)
+        return importlib.import_module("kvinterp.commands.keeping").keeper_of(self)
 
     def save(self, folder: str | os.PathLike[str], existing: str = "error") -> Path:
         """Writes tables and ``summary.json``, each whole or not at all, as the command does; :meth:`report` also writes the page.

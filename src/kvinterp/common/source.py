@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses  # noqa: F401  # where a dataclass looks for what its annotations name
 import functools
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,8 +53,17 @@ class Source(dict[str, Any]):
 @functools.cache
 def source(module: str) -> Source:
     """The names of a module, which is not imported."""
-    place = ROOT.joinpath(*module.split("."))
-    return Source(place / "__init__.py" if place.is_dir() else place.with_suffix(".py"))
+    return Source(file_of(module))
+
+
+def file_of(module: str) -> Path:
+    """The file of a module or package, ours or of others; it is not imported."""
+    top, *below = module.split(".")
+    found = None if top == "kvinterp" else importlib.util.find_spec(top)
+    whole = ROOT / top if found is None or found.origin is None else Path(found.origin)
+    # A package's own file is its __init__.py.
+    path = (whole.parent if whole.name == "__init__.py" else whole).joinpath(*below)
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def _bound(node: ast.stmt) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, get_args
 
 from kvinterp.common import words
 from kvinterp.common.checks import check_known
-from kvinterp.common.source import ROOT, source
+from kvinterp.common.source import file_of, source
 from kvinterp.errors import InputError, unknown
 
 Plugin = TypeVar("Plugin")
@@ -55,9 +55,9 @@ def plugins_read(base: str, place: str = "") -> dict[str, Any]:
     """
     module, _, name = base.partition(":")
     place = place or module.removesuffix(".base")
-    files = [
-        file.name for file in pkgutil.iter_modules([str(ROOT.joinpath(*place.split(".")))]) if file.name not in MADE_OF
-    ]
+    file = file_of(place)
+    folder = [str(file.parent)] if file.name == "__init__.py" else []
+    files = [each.name for each in pkgutil.iter_modules(folder) if each.name not in MADE_OF]
     kinds = [kind for part in ([f"{place}.{file}" for file in files] or [place]) for kind in source(part).classes()]
     # By its name: what is imported already is another class than what is read.
     kinds = [kind for kind in kinds if name in [parent.__name__ for parent in kind.__mro__[1:]]]
@@ -212,3 +212,26 @@ def _written(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     return str(value)
+
+
+# Lists -----------------------------------------------------------------------------------------------------------------
+
+
+def plugin_rows(kinds: Mapping[str, type]) -> list[dict[str, str]]:
+    """A row of text for each plugin, as ``kvinterp list`` shows it."""
+    return [{"name": name, "values": fields_of(kind), "what it does": first_line(kind)} for name, kind in kinds.items()]
+
+
+def first_line(plugin: object) -> str:
+    """What a plugin does, as its docstring begins."""
+    return (plugin.__doc__ or "").strip().splitlines()[0]
+
+
+def fields_of(kind: Any) -> str:
+    """The fields of a plugin and their defaults."""
+    return ", ".join(
+        field.name
+        if field.default is dataclasses.MISSING
+        else f"{field.name}={field.default if field.default != () else 'all'}"
+        for field in sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only))
+    )

@@ -24,11 +24,10 @@ from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.cached_rows import CachedRows
 from kvinterp.models.caches import Dynamic
 from kvinterp.models.sites import ATTENDED_SITES
-from kvinterp.paths import programmed
 from kvinterp.paths.forwards import HookedForwards, in_chunks
 from kvinterp.paths.kernels import Native
 from kvinterp.paths.model_cache import Stores, path_store, uncached
-from kvinterp.paths.path import ExecutionPath, Recompute
+from kvinterp.paths.path import ExecutionPath, Recompute, programs
 from kvinterp.paths.smoothing import Recomputed, Smoothed
 from kvinterp.paths.store import Store, policy_listeners
 from kvinterp.paths.view import Shown, View
@@ -100,7 +99,7 @@ class Runner:
         cache: What keeps the keys and values, such as ``"DynamicCache"``; ``"none"`` where nothing does.
     """
 
-    _lane: programmed.Lane
+    _lane: Any
 
     def __init__(
         self, adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, hooks: Sequence[PathHook] = ()
@@ -116,12 +115,12 @@ class Runner:
             if len(prompt) > 1:
                 raise InputError(f"call={call} drives one prompt at a time, and {len(prompt)} were given together.")
             program = call.program(prompt.shape[1], room, self._offers)
-            programmed.check(program, self.adapter, prompt.shape[1], room)
+            programs().check(program, self.adapter, prompt.shape[1], room)
         if cached or path.chunk is not None:
             # Whatever is to be found out about this model's cache is found out here, before anything is heard.
             begun = range(0, room, path.refresh) if cached and path.refresh and room else (0,)
             shapes = [(len(prompt), prompt.shape[1] + step, room - step if cached else 0) for step in begun]
-            shapes = shapes if call is None else [programmed.room(program, prompt.shape[1], room)]
+            shapes = shapes if call is None else [programs().room(program, prompt.shape[1], room)]
             stores = [path_store(self.adapter, path, *shape, ()) for shape in shapes]
             self.cache = "; ".join(dict.fromkeys(store.name for store in stores))
             asked = {"rows": "batch_select_indices", "join": "join"}
@@ -242,9 +241,7 @@ class Runner:
         self._store = path_store(adapter, path, batch, length, room, hooks)
         return self._store
 
-    def _led(
-        self, path: ExecutionPath, prompt: Tensor, room: int, hears: Sequence[PathHook], view: View
-    ) -> programmed.Lane:
+    def _led(self, path: ExecutionPath, prompt: Tensor, room: int, hears: Sequence[PathHook], view: View) -> Any:
         """What a program leads."""
         call: Any = path.call
 
@@ -261,7 +258,7 @@ class Runner:
             return call.program(length, steps, [*self._offers, *more])
 
         asked = prompt.to(self._device)
-        return programmed.Lane(self.adapter, path.form, asked, room, path.chunk, write, begin, aside, view, {})
+        return programs().Lane(self.adapter, path.form, asked, room, path.chunk, write, begin, aside, view, {})
 
     def witnessed(self) -> dict[str, int]:
         """What a program saw itself do; what it stands for and did not happen is said, and counted."""

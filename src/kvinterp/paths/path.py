@@ -4,35 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, get_args
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
 
 from kvinterp.common import spec
 from kvinterp.common.checks import check_choice, check_instance, check_known, check_number, check_text, check_whole
+from kvinterp.common.wings import taken
 from kvinterp.common.words import dtype_word
 from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import dtype_named
 from kvinterp.models.adapter import DTYPES
 from kvinterp.models.caches import CacheKind, Dynamic, Preallocated, Quantized, cache_named, cache_read
 from kvinterp.paths.kernels import Kernels, Native, kernels_named
-from kvinterp.paths.programmed import staying
 from kvinterp.policies import Identity, Policy, policy_named
-from kvinterp.programs.names import Call, call_named
-from kvinterp.programs.operations.compile import Compile
-from kvinterp.programs.operations.feed import Feed
-from kvinterp.programs.program import Program
 
 FORMS = ("cached", "recompute")
 OPTIONS = ("call", "chunk", "refresh", "smooth", "prefill", "cache", "cache_dtype", "kernels")
 PREFILLS = ("exact", "stored")
-LONG, SOME = 2**20, 4
-"""A prompt and steps for which a name writes the program that is asked what it can go together with."""
 NUMBERS: dict[str, Callable[[Any], Any]] = {
     "chunk": functools.partial(check_whole, "chunk", hint=", in tokens, or None"),
     "refresh": functools.partial(check_whole, "refresh", hint=", in decode steps, or None"),
     "smooth": functools.partial(check_number, "smooth", hint=" from 0 to 1, or None"),
 }
 """The options that are numbers: what checks each, and returns it."""
+
+
+class Call(Protocol):
+    """A program by which tokens reach the model; the audit's wing has them.
+
+    Attributes:
+        options: The options of a path that it is another way to write, by name.
+        rest: The program without these; None where nothing is left.
+    """
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...  # noqa: D102
+
+    @property
+    def rest(self) -> Call | None: ...  # noqa: D102
+
+    def program(self, length: int, steps: int, offers: Collection[str]) -> Any:
+        """The program for a prompt of so many tokens and so many after it, on a cache that offers this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +66,7 @@ class ExecutionPath:
         smooth: The weight of the cache, from 0 to 1, in what attention reads beside what a recompute path reads at the same
             step, or None for the cache alone.
         call: The program by which the tokens reach the model, where that is another than the prompt alone and then a token a
-            step: padded, in a batch, behind a prefix that was there before; see :mod:`kvinterp.programs`.
+            step: padded, in a batch, behind a prefix that was there before; see :mod:`kvinterp.auditing.programs`.
     """
 
     form: str = "cached"
@@ -71,8 +83,10 @@ class ExecutionPath:
 
     def __post_init__(self) -> None:
         check_known("form of path", self.form, FORMS)
-        if isinstance(self.call, Call) and self.call.options:
-            self._take_options(self.call)
+        if self.call is not None:
+            check_instance("call", self.call, programs().CALLS, "a program, or use Cached(call='padded(left,5)')")
+            if self.call.options:
+                self._take_options(self.call)
         check_instance(
             "kernels", self.kernels, Kernels, "a kernel mode, such as SplitK(4), or use Cached(kernels='native')"
         )
@@ -96,7 +110,7 @@ class ExecutionPath:
         if self.smooth is not None:
             self._check_smooth()
         if self.call is not None:
-            self._check_call()
+            programs().check_path(self)
 
     def _take_options(self, call: Call) -> None:
         """Puts the options that a program is another way to write in their place: a path has one text whichever was given."""
@@ -107,33 +121,6 @@ class ExecutionPath:
                 raise InputError(f"{name}={present} was given with call={call}, which says that too: leave one out.")
             object.__setattr__(self, name, value)
         object.__setattr__(self, "call", call.rest)
-
-    def _check_call(self) -> None:
-        """Refuses what a program cannot go together with."""
-        check_instance("call", self.call, get_args(Call), "a program, or use Cached(call='padded(left,5)')")
-        assert self.call is not None
-        rows = self.form == "cached"
-        program = self.call.program(LONG, SOME, ("mask", "rows", "join") if rows else ("mask",))
-        if not rows and (isinstance(self.call, Program) if program.steps else program.rows.cache != "own"):
-            raise InputError(
-                f"call={self.call} was given for recompute, which feeds its whole text at every step: give the rows alone, as in "
-                "recompute[call=rows(0+4)], or use cached."
-            )
-        if not rows and not all(isinstance(step, Feed) for step in program.steps):
-            raise InputError(f"call={self.call} was given for {self.form}, which it cannot drive: use cached.")
-        staying(program)
-        if program.rows.cache == "bare":
-            raise InputError(f"call={self.call} asks for a cache that audits alone make: leave cache=bare out.")
-        for name in ("refresh", "smooth"):
-            if getattr(self, name) is not None:
-                raise InputError(f"{name}={getattr(self, name)} was given with call={self.call}: leave one out.")
-        if any(isinstance(step, Compile) for step in program.steps) and not isinstance(self.kernels, Native):
-            raise InputError(f"kernels={self.kernels} was given with call={self.call}, which has its own: leave one out.")
-        alone = len(program.rows.pads) == 1 and all(isinstance(step, Feed) for step in program.steps)
-        if self.policy.evicts or self.policy.sites or (self.policy.acts and not alone):
-            raise InputError(
-                f"policy={self.policy} was given with call={self.call}, which moves rows under it: leave one out."
-            )
 
     def _check_smooth(self) -> None:
         """Refuses what is no weight, and a cache that would be checked without what it is mixed with."""
@@ -204,7 +191,7 @@ def Cached(  # noqa: N802  # reads as the noun it makes
         call: A program, such as ``"rows(0+4)+feed(9)+crop(2)"``, or its name, such as ``"padded(left,5)"`` or ``"batched(8)"``;
             default: the prompt alone, then a token a step.
     """
-    ways = prefill, refresh, smooth, call_named(call)
+    ways = prefill, refresh, smooth, _call(call)
     options = _name(cache_dtype), chunk, kernels_named(kernels), cache_named(cache), *ways
     return ExecutionPath("cached", _policy(policy), _name(dtype), *options)
 
@@ -226,7 +213,7 @@ def Recompute(  # noqa: N802  # reads as the noun it makes
         call: The rows of each forward, such as ``"rows(0+4)"``, ``"padded(left,5)"`` or ``"batched(8)"``.
     """
     options = None, chunk, kernels_named(kernels)
-    return ExecutionPath("recompute", _policy(policy), _name(dtype), *options, call=call_named(call))
+    return ExecutionPath("recompute", _policy(policy), _name(dtype), *options, call=_call(call))
 
 
 def path_read(text: object) -> ExecutionPath:
@@ -292,7 +279,7 @@ def path_named(text: object, cache: Callable[[str], CacheKind] = cache_named) ->
         kernels=kernels_named(values.get("kernels", "native")),
         cache=cache(values.get("cache", "dynamic")),
         prefill=values.get("prefill", "exact"),
-        call=call_named(values.get("call")),
+        call=_call(values.get("call")),
         **numbers,
     )
 
@@ -310,6 +297,15 @@ def _behind(name: str, value: str) -> str:
 
 def _policy(policy: Policy | str | None) -> Policy:
     return Identity() if policy is None else policy_named(policy) if isinstance(policy, str) else policy
+
+
+def programs() -> Any:
+    """What drives a path by programs, as the wing hands it in that has them."""
+    return taken("lanes", "call", "a path with call=")
+
+
+def _call(call: Any) -> Any:
+    return None if call is None else programs().call_named(call)
 
 
 def _name(dtype: object) -> str | None:

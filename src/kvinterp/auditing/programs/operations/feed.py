@@ -1,0 +1,64 @@
+"""``feed``: the next columns on the cache, at once or in pieces."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from kvinterp.auditing.programs.program import Operation, Runs
+from kvinterp.auditing.programs.running import Run
+from kvinterp.auditing.programs.subject import Subject
+from kvinterp.errors import UnsupportedError
+from kvinterp.models import Adapter
+
+
+@dataclasses.dataclass(frozen=True)
+class Feed(Operation):
+    """The next columns.
+
+    Attributes:
+        width: How many.
+        cut: How many at a time; 0: all at once.
+        inner: Pads that each row begins with here, inside its text, as where turns are unequal; in an audit only where a program
+            goes beyond the contract.
+        behind: Pads that each row ends with, likewise: on the right of unequal prompts.
+    """
+
+    width: int
+    cut: int = 0
+    inner: tuple[int, ...] = ()
+    behind: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
+
+    @classmethod
+    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Feed:
+        """Short ones, longer ones, and those at the sizes that the config names."""
+        few, some, edge = draw.randint(1, 6), draw.randint(7, 20), draw.choice(draw.choice(subject.sizes))
+        inner = tuple(draw.randint(0, 2) for _ in range(rows)) if beyond == "yes" else ()
+        return cls(draw.choice([few, few, some, edge]), draw.randint(0, 4), inner)
+
+    def offered(self, run: Run) -> bool:
+        """Always, where there is room; a cache that loses is not fed pads alone, which would move what it keeps whole."""
+        if run.subject.lossy and max(run.pads, default=0) >= (self.cut or self.width):
+            return False
+        return run.ids.shape[1] + 2 <= run.room
+
+    def do(self, run: Runs) -> Iterable[Tensor]:
+        """Feeds the pieces; of a path's own text those that nothing takes back."""
+        return run.feed(self.width, self.cut, self.inner, self.behind)
+
+    def check(self, adapter: Adapter, length: int) -> None:
+        """Pads between tokens stand in a window."""
+        window = min((each for each in adapter.facts.windows if each is not None), default=None)
+        if any((*self.inner, *self.behind)) and window is not None and window < length:
+            raise UnsupportedError(
+                f"{self} puts pads between tokens, and {adapter.facts.name} has a window of {window} rows, in which they would "
+                f"count over {length}: give pads on the left, or fewer tokens."
+            )
+
+    @property
+    def columns(self) -> int:
+        """All."""
+        return self.width

@@ -1,0 +1,146 @@
+"""``reorder``, ``select``, ``repeat``, ``join``: the cache goes on as others of its rows, as beams, samples and batches do."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import random
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvinterp.auditing.programs.program import Operation, Runs
+from kvinterp.auditing.programs.running import Run
+from kvinterp.auditing.programs.subject import Subject
+from kvinterp.models.caches import offers
+
+MOST = 18
+"""The most rows that a cache grows to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved(Operation):
+    """The rows of the cache are taken by one of its methods."""
+
+    method: ClassVar[str]
+    """The cache's."""
+    proof = ("rows moved", "no row was moved")
+
+    def offered(self, run: Run) -> bool:
+        """Where the cache and its layers have the method."""
+        moves = (
+            run.subject.native and run.subject.moves == "yes" and offers(run.cache, self.method) and run.subject.rows > 1
+        )
+        return super().offered(run) and moves and not any(run.pads)
+
+    @abc.abstractmethod
+    def order(self, rows: int) -> list[int]:
+        """The rows that there are then, of those before."""
+
+    def asked(self, rows: list[int], before: int) -> Any:
+        """What the method is given."""
+        return torch.tensor(rows)
+
+    def do(self, run: Runs) -> Iterable[Tensor]:
+        """Moves them; what is fed next is judged."""
+        rows = self.order(before := len(run.mask))
+        asked = self.asked(rows, before)
+        run.tries(self.method, f"cache.{self.method}({asked if isinstance(asked, int) else f'torch.tensor({rows})'})")
+        run.select(rows, self.method, asked)
+        run.count("rows moved", len(rows))
+        return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Reorder(Moved):
+    """``reorder_cache``, as beam search does.
+
+    Attributes:
+        taken: Which row stands in each place.
+    """
+
+    taken: tuple[int, ...]
+    method = "reorder_cache"
+
+    @classmethod
+    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Reorder:
+        """Any rows."""
+        return cls(tuple(draw.randrange(rows) for _ in range(rows)))
+
+    def order(self, rows: int) -> list[int]:
+        """As many as there were."""
+        return ([row % rows for row in self.taken] * rows)[:rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Select(Moved):
+    """``batch_select_indices``, as contrastive search does.
+
+    Attributes:
+        taken: Which rows are kept.
+    """
+
+    taken: tuple[int, ...]
+    method = "batch_select_indices"
+
+    @classmethod
+    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Select:
+        """Up to three."""
+        return cls(tuple(draw.randrange(rows) for _ in range(draw.randint(1, 3))))
+
+    def order(self, rows: int) -> list[int]:
+        """Those."""
+        return [row % rows for row in self.taken]
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat(Moved):
+    """``batch_repeat_interleave``, as several samples of one prompt do.
+
+    Attributes:
+        times: How often each row stands there then.
+    """
+
+    times: int
+    between = (2, 3)
+    method = "batch_repeat_interleave"
+
+    def order(self, rows: int) -> list[int]:
+        """Each so often, while there are few."""
+        times = self.times if rows * self.times <= MOST else 1
+        return [row for row in range(rows) for _ in range(times)]
+
+    def asked(self, rows: list[int], before: int) -> int:
+        """How often."""
+        return len(rows) // before
+
+
+@dataclasses.dataclass(frozen=True)
+class Join(Operation):
+    """Another request, which a cache of its own holds, joins the batch, as servers that batch continuously do; not drawn."""
+
+    weight = 0
+    proof = ("rows joined", "no row joined")
+
+    def offered(self, run: Run) -> bool:
+        """Where every layer holds keys and values and nothing else."""
+        layers = getattr(run.cache, "layers", None) or [None]
+        plain = (
+            super().offered(run)
+            and run.subject.kind is None
+            and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
+        )
+        return plain and not any(run.pads) and run.subject.rows > 1
+
+    def do(self, run: Runs) -> Iterable[Tensor]:
+        """Feeds it as many columns as there are, and puts its rows under the others."""
+        run.tries("rows that join", "kept = cache")
+        ids = run.other(run.ids.shape[1])
+        run.join(ids, run.serve(ids))
+        run.lines.append("for mine, theirs in zip(kept.layers, cache.layers):")
+        run.lines += [f"    mine.{name} = torch.cat([mine.{name}, theirs.{name}])" for name in ("keys", "values")]
+        run.lines.append("cache = kept")
+        run.count("rows joined")
+        return ()

@@ -1,0 +1,669 @@
+"""Runs a program: each operation's logits are held against one forward without a cache over each row's own tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvinterp.auditing.programs.crashes import OURS, REFUSES, whose
+from kvinterp.auditing.programs.lines import FED, Lines
+from kvinterp.auditing.programs.program import Program
+from kvinterp.auditing.programs.reach import Reach
+from kvinterp.auditing.programs.subject import ALONE, Subject, apart, row_draw
+from kvinterp.common import spec
+from kvinterp.errors import InputError, KvinterpError, UnsupportedError, named
+
+COMMON = frozenset({"prompt", "decode step", "batch"})
+"""Uses that nearly every program has."""
+PADDED = ", left padding"
+ENDLESS = 2**31
+"""The context of a model that has no positions."""
+PIECES = 8
+"""The most forwards of one feed."""
+RIGHT, WRONG, PLAIN, REFUSED = "right", "wrong", "off without a cache too", "refused"
+
+
+UNCACHED = "without a cache row {row} is off by {error:.3g} of its largest logit, and with one it is right"
+
+
+class WrongError(Exception):
+    """The cached path is wrong, and the plain forward over the same columns is right."""
+
+
+class PlainError(Exception):
+    """The plain forward over the same columns is off too, which says nothing about a cache."""
+
+
+class RefusedError(Exception):
+    """Its user said that this is not offered."""
+
+
+class OwnError(KvinterpError):
+    """kvinterp itself raised."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    """The logits that are furthest off: those of one token of one row.
+
+    Attributes:
+        row: The row.
+        error: Largest difference over the largest of those that are right.
+        got: They, as an expression of the program's lines of Python.
+        text: The row's own tokens up to theirs, ``[1, position]``, as such an expression.
+        finite: ``"no"`` where not all that are right are finite, as where a model masks words.
+        sentence: What is said of it.
+        pieces: Where what is right is the same cache without the use: how many of the text's tokens each forward fed.
+    """
+
+    row: int
+    error: float
+    got: str
+    text: str
+    finite: str = "yes"
+    sentence: str = "row {row} is off by {error:.3g} of its largest logit"
+    pieces: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        beside = " from the same cache without this use" if self.pieces else ""
+        return self.sentence.format(row=self.row, error=self.error) + beside
+
+
+class Columns:
+    """Rows of columns on one cache, as operations see them: an audit's :class:`Run`, or a path in motion.
+
+    Attributes:
+        program: What is done.
+        model: What runs.
+        ids, mask: All columns on the cache, ``[row, column]``.
+        pads: Pads that are still to come in front of each row.
+        lines: What was done, in lines of Python.
+        held: What lasts until its end.
+    """
+
+    program: Program
+    model: Any
+    ids: Tensor
+    mask: Tensor
+    pads: list[int]
+    lines: Lines
+    held: contextlib.ExitStack
+
+    def tries(self, use: str, *lines: str) -> None:
+        """Notes a use of the cache, and lines of Python."""
+
+    def count(self, name: str, more: int = 1) -> None:
+        """Counts what happened."""
+
+    def put(self, ids: Tensor, mask: Tensor) -> None:
+        """These columns come."""
+        self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
+
+    def cut(self, length: int) -> None:
+        """All columns from ``length`` on go."""
+        self.ids, self.mask = self.ids[:, :length], self.mask[:, :length]
+
+    def goes_on_as(self, rows: list[int]) -> None:
+        """The cache holds these of its rows now."""
+        self.pads, self.ids, self.mask = [self.pads[row] for row in rows], self.ids[rows], self.mask[rows]
+
+    def compiled(self, own: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """The model's forward is compiled; its own is put back by ``own``."""
+
+    def join(self, ids: Tensor, cache: Any) -> None:
+        """A row of another cache joins."""
+        self.pads.append(0)
+        self.ids, self.mask = torch.cat([self.ids, ids]), torch.cat([self.mask, torch.ones_like(self.mask[:1])])
+
+
+class Run(Columns):
+    """One program on a model.
+
+    Args:
+        subject: The model.
+        program: What is done.
+
+    Attributes:
+        texts: Each row's own tokens.
+        draws: What draws them.
+        cache: The cache.
+        since: Columns fed since the last crop.
+        uses: The uses of a cache that were tried.
+        worst: The largest error of a row.
+        wrong: Where the logits are wrong.
+        off: Where the plain forward over its columns is furthest off.
+        shape: Rows and columns of logits that are others than were fed.
+        raised: The error that a crash raised, and what it said.
+        word, why: What it came to.
+        reach: How far it went.
+        turns_next: Whether the last token came alone, so that several begin a turn.
+        ran: How many programs had run, this one included.
+        origin: The program's text before it was shrunk.
+    """
+
+    def __init__(self, subject: Subject, program: Program) -> None:
+        self.model = getattr(subject, "model", None)
+        self.program, self.draw = program, random.Random(program.rows.seed)
+        self.subject: Any = subject
+        self.beyond = program.rows.beyond == "yes"
+        # A program that says so goes further than those that are drawn.
+        far = program.columns
+        self.room = min(subject.context, max(subject.room, far + 64 if far > subject.room else 0)) + 1
+        subject.capacity = self.room
+        self.ends: list[int] = []
+        self.singly = 0
+        self.uses: list[str] = []
+        self.reach = Reach(context=0 if self.model is None or subject.context >= ENDLESS else subject.context)
+        self.turns_next = True
+        self.worst, self.ran = 0.0, 0
+        self.raised = self.word = self.why = self.origin = ""
+        self.wrong: Wrong | None = None
+        self.off: Wrong | None = None
+        self.shape: tuple[int, ...] = ()
+        self.lines, self.held = Lines(), contextlib.ExitStack()
+        self.pending: tuple[Tensor, Tensor] | None = None
+        self.without: Callable[[], float] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """No column is fed yet, and nothing is on the cache."""
+        rows = len(self.program.rows.pads)
+        self.draws = [row_draw(self.program.rows.seed, row) for row in range(rows)]
+        self.texts: list[list[int]] = [[] for _ in range(rows)]
+        begins = self.subject.begins
+        self.begins = [begins[(self.program.rows.seed + row) % len(begins)] for row in range(rows)]
+        self.ids = self.mask = self.subject.tensor([[]] * rows)
+        # Without a mask nothing tells a model of pads.
+        self.pads = list(self.program.rows.pads) if "attention_mask" in self.subject.takes else [0] * rows
+        self.cache: Any = None
+        self.since, self.lines.named = 0, False
+
+    def run(self) -> tuple[str, str]:
+        """The word that it comes to, and why."""
+        rows = self.program.rows
+        if not self.subject.offers(rows):
+            return REFUSED, f"this model does not offer {spec.text_of(rows)}"
+        with self.subject.running(), self.subject.called_as(rows), self.held:
+            self.lines += self._setting()
+            self._makes_cache()
+            for step in self.program.steps:
+                if self.cache is None and self.filled:
+                    break  # generate() gave none back.
+                try:
+                    if step.offered(self):
+                        step.do(self)
+                except WrongError as error:
+                    return WRONG, f"{error}"
+                except PlainError as error:
+                    return PLAIN, f"{error}"
+                except RefusedError as error:
+                    return REFUSED, f"{error}"
+                except Exception as error:
+                    return self._raised(error)
+                self.without = None
+            return self._beside() if bool((self.mask == 0).any()) else (RIGHT, "")
+
+    def _setting(self) -> list[str]:
+        """The line that sets the attention implementation."""
+        kind = self.program.rows.attention
+        eager = ['torch.compiler.set_stance("force_eager")'] if kind == "flex_attention" else []
+        return [*eager, *[f"model.set_attn_implementation({kind!r})"] * (kind != "own")]
+
+    def _beside(self) -> tuple[str, str]:
+        """Whether the forward without a cache over the same padded columns is right too."""
+        self.without = None
+        try:
+            self._excuse(self.ids[:, :0], self.mask[:, :0])
+        except PlainError:
+            told = self.told(self.mask, self.mask.shape[1])
+            plain = self.subject.plain_line(self.lines.columns(self.ids, self.ids[:, :0]), **told)
+            self.lines.append(f"logits = {plain}")
+            self.lines.control, self.wrong = "", self.off
+            return WRONG, f"{self.wrong}"
+        return RIGHT, ""
+
+    def _makes_cache(self) -> None:
+        kind, columns = self.program.rows.cache, min(self.subject.context, max(self.program.columns + 16, 64))
+        if kind == "own" or self.model is None:
+            return
+        self.cache = self.subject.cache(kind, columns)
+        self.room = columns if kind == "static" else self.room
+        names = {"bare": "DynamicCache()", "recording": "cache that records its past", "static": "StaticCache"}
+        names |= {"offloaded": "OffloadedCache"}
+        self.tries(names[kind], self.subject.cache_line(kind, columns))
+        self.lines += ["cache.activate_past_recording()"] * (kind == "recording")
+
+    def _raised(self, error: Exception) -> tuple[str, str]:
+        """Whose an error is: a library's own ``raise`` is a refusal, what breaks deeper is a crash."""
+        who, place = whose(error, self.model, self.cache)
+        if who == OURS and self.model is None and isinstance(error, InputError):
+            raise error
+        self.raised = named(error)
+        said = f"{self.raised} ({place})"
+        # An UnsupportedError says that the model's own code does not offer it.
+        if isinstance(error, UnsupportedError) or (who == REFUSES and self.subject.decodes):
+            return REFUSED, said
+        if "compiled" in self.uses and getattr(self.subject, "lifted", None):
+            # What lifts casts is traced with the model, and nobody runs it so.
+            return REFUSED, f"compiled in float64 it raises {said}"
+        if who == OURS and self.model is not None and self.subject.kind is None:
+            raise OwnError(f"{self.program}: kvinterp itself raised {said}: please report it.") from error
+        try:
+            if self.pending is not None:
+                self._excuse(*self.pending)
+        except Exception as same:
+            return PLAIN, f"it raises {said}; without a cache: {same}"
+        return WRONG, f"it raises {said}"
+
+    def tries(self, use: str, *lines: str) -> None:
+        """Notes a use of the cache, and lines of Python."""
+        self.uses += [use] if use not in self.uses else []
+        self.lines += lines
+
+    def reaches(self, **far: int) -> None:
+        """Notes how far it goes."""
+        self.reach = self.reach.beside(Reach(**far))
+
+    def turn(self) -> None:
+        """Notes that several new columns come, at the beginning or behind single ones."""
+        if self.turns_next:
+            self.reach = dataclasses.replace(self.reach, turns=self.reach.turns + 1)
+        self.turns_next = False
+
+    @property
+    def use(self) -> str:
+        """What the program is about: its last use that not every program has."""
+        return next((use for use in reversed(self.uses) if use not in COMMON), self.uses[-1] if self.uses else "")
+
+    @property
+    def filled(self) -> bool:
+        """Whether the cache holds anything."""
+        return bool(self.ids.shape[1])
+
+    # What is fed ----------------------------------------------------------------------------------------------------------
+
+    def tokens(self, count: int, draw: random.Random) -> list[int]:
+        """So many new tokens."""
+        return [self.subject.token(draw) for _ in range(count)]
+
+    def columns(self, width: int, inner: tuple[int, ...] = (), behind: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+        """So many new columns of all rows, pads first where any are still to come, and their mask.
+
+        Args:
+            width: How many.
+            inner: Pads that each row has here in any case.
+            behind: Pads that each row ends with.
+        """
+        width = min(width, self.room - self.ids.shape[1])
+        width = max(width, self._begin_width())
+        width = 2 if width == 1 and any(self.pads) and not self.beyond else width
+        known = {"model": self.subject.pad, "end": self.subject.end}
+        pad = max(known.get(self.program.rows.pad, min(5 if self.subject.pad != 5 else 4, self.subject.vocabulary - 1)), 0)
+        ids, mask = list[list[int]](), list[list[int]]()
+        for row, text in enumerate(self.texts):
+            lead = min(self.pads[row], width)
+            self.pads[row] -= lead
+            inside = self.beyond and row < len(inner) and text and lead < width and not self.pads[row]
+            more = min(inner[row], width - lead - 1) if inside else 0
+            last = min(behind[row], width - lead - more - 1) if self.beyond and row < len(behind) else 0
+            count = width - lead - more - max(last, 0)
+            new = [] if text else list(self.begins[row][:count])
+            new += self._special(row, len(text) + len(new), self.tokens(count - len(new), self.draws[row]))
+            text += new
+            ids.append([pad] * (lead + more) + new + [pad] * last)
+            mask.append([0] * (lead + more) + [1] * len(new) + [0] * last)
+        return self.subject.tensor(ids), self.subject.tensor(mask)
+
+    def _special(self, row: int, begin: int, new: list[int]) -> list[int]:
+        """New tokens of a text from one position on; every second a pad, an end or a beginning where the rows say so."""
+        controls = self.subject.controls
+        if self.program.rows.tokens == "plain" or not controls:
+            return new
+        turn = self.program.rows.seed + row
+        return [
+            controls[(place // 2 + turn) % len(controls)] if place % 2 else token for place, token in enumerate(new, begin)
+        ]
+
+    def told(self, mask: Tensor, width: int) -> dict[str, Tensor]:
+        """The mask and positions that the forward of the newest columns is given."""
+        subject = self.subject
+        told = self.program.rows.tells(mask, width, bool((mask == 0).any()), subject.takes, subject.offset)
+        return {**told, **subject.reads(self.begins)}
+
+    def forward(self, ids: Tensor, mask: Tensor, cache: Any, later: Tensor | None = None) -> Any:
+        """New columns on a cache, judged; returns the cache behind them.
+
+        Args:
+            ids, mask: The columns.
+            cache: What they are fed on.
+            later: How many tokens each row's text has beyond them.
+        """
+        width, full = ids.shape[1], torch.cat([self.mask, mask], 1)
+        inside = bool((full.diff(dim=1) < 0).any())
+        padding = "" if bool(full.all()) else "pads within a text" if inside else "left padding"
+        self.tries(self._use(width, bool((mask == 0).any()), padding))
+        if width > 1:
+            self.turn()
+        self.turns_next = width == 1
+        self.pending = ids, mask
+        told = self.told(full, width)
+        self.lines.note(f"ids = {self.lines.columns(self.ids, ids)}")
+        columns = self.lines.columns(torch.cat([self.ids, ids], 1), ids[:, :0])
+        plain = self.subject.control_line(columns, **self.told(full, full.shape[1]))
+        line = self.subject.feed_line(ids, "no" if cache is None else "yes", **told)
+        kept = self.program.rows.kept(width)
+        some = "" if kept is None else f"[:, {kept}]"
+        self.lines.judged(FED, columns, f"logits = {plain}[:, -{width}:]{some}", line)
+        logits, cache = self.subject.feed(ids, cache, **told)
+        self.judge(logits, ids, mask, later, kept=kept)
+        self.reaches(at_once=width if self.filled and width > 1 else 0)
+        return cache
+
+    def _use(self, width: int, padded: bool, padding: str) -> str:
+        """What a forward is called in the list of uses; ``padding``: what pads it ever had, ``padded``: whether it has some."""
+        told, alone = self.program.rows.told, "mask alone"
+        if ways := self.program.rows.ways:
+            return f"{ways}{' on a filled cache' * self.filled}{PADDED * bool(padding)}"
+        name = "prompt" if not self.filled else "decode step" if width == 1 else "several chunks"
+        if padding:
+            parts = [padding, *["in a later part"] * (self.filled and padded), *[alone] * (told == "mask_alone")]
+            return ", ".join(parts)
+        if len(self.texts) > 1:
+            return "batch" if name != "several chunks" else "batch, several chunks"
+        if told == "needed" or name == "several chunks" or not self.subject.takes:
+            return name
+        return {"positions": "positions given", "all": "mask and positions given"}.get(told, alone)
+
+    def judge(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        mask: Tensor,
+        later: Tensor | None = None,
+        last: bool = False,
+        kept: list[int] | None = None,
+        ends: Sequence[int] | None = None,
+    ) -> None:
+        """Holds each row's new tokens against the plain forward of its text.
+
+        Args:
+            logits: ``[row, column, vocabulary]``.
+            ids, mask: The new columns.
+            later: How many tokens each row's text has beyond them.
+            last: Whether the logits are those of as many of the last tokens as there are.
+            kept: The columns whose logits they are, unless all.
+            ends: How many of the last tokens each row has, where rows end before others.
+
+        Raises:
+            WrongError: One is off.
+            PlainError: So is the plain forward over the same columns.
+        """
+        newest = not last and self.subject.newest == "yes" and logits.shape[1] == 1
+        last = last or newest
+        count = ids.shape[1] if kept is None else len(kept)
+        if logits.shape[0] != len(self.texts) or (not last and logits.shape[1] != count):
+            self.shape = tuple(logits.shape[:2])
+            if kept is not None:
+                self._excuse(ids, mask)
+            raise WrongError(
+                f"logits of {' x '.join(map(str, self.shape))} rows and columns for {len(self.texts)} x {count}"
+            )
+        if self.subject.among(self.texts) >= ALONE:
+            raise PlainError(
+                f"in a batch of {len(self.texts)} rows the forward without a cache differs from each row alone"
+            )
+        worst: Wrong | None = None
+        padded = not bool(self.mask.all() & mask.all())
+        limit = self.subject.limit_of(len(self.texts), padded)
+        self.singly = logits.shape[1] - 1 if last else 0
+        for row, text in enumerate(self.texts):
+            columns = [-1] if newest else [*range(logits.shape[1])] if last else mask[row].nonzero().flatten().tolist()
+            columns = columns if ends is None else columns[: ends[row]]
+            end = len(text) - (0 if later is None else int(later[row]))
+            begin = end - len(columns)
+            asked = [n for n, column in enumerate(columns) if kept is None or column in kept]
+            if not asked:
+                continue
+            places = [columns[n] if kept is None else kept.index(columns[n]) for n in asked]
+            got = logits[row][places]
+            pieces = self._pieces(row, mask, len(columns) - 1 if last else 0) if self.subject.lossy else ()
+            itself = self._on_cache(text[:end], pieces)[begin:][asked] if pieces else None
+            want = self.right(got, text, begin, end, asked) if itself is None else itself
+            if self.subject.varies and not pieces and not apart(got, want) <= limit:
+                want = self.subject.alone(text[:end])[begin:]
+                if last:
+                    want = torch.stack([self.subject.alone(text[: n + 1])[-1] for n in range(begin, end)])
+                want = want[asked]
+            error = apart(got, want)
+            self.worst = max(self.worst, error)
+            self.reaches(positions=end, rows=len(self.texts))
+            if not error <= limit:
+                each = [apart(a, b) for a, b in zip(got, want, strict=True)]
+                at = each.index(max(each))
+                if worst is None or each[at] > worst.error:
+                    # Before the new tokens, or up to the one whose logits these are.
+                    before = ids.shape[1] - logits.shape[1] + 1 if last else columns[asked[at]] + 1
+                    real = torch.cat([self.mask, mask[:, :before]], 1)[row].nonzero().flatten().tolist()
+                    generated = (at, logits.shape[1]) if last else (0, 0)
+                    known = self.lines.text(row, torch.cat([self.ids, ids], 1), real, generated)
+                    finite = "yes" if bool(want[at].isfinite().all()) else "no"
+                    starts, upto = itertools.accumulate(pieces, initial=0), begin + asked[at] + 1
+                    pieces = tuple(min(piece, upto - n) for piece, n in zip(pieces, starts, strict=False) if n < upto)
+                    worst = Wrong(row, each[at], self.lines.got(row, places[at]), known, finite, pieces=pieces)
+        if worst is not None:
+            self._excuse(ids, mask)
+            self.wrong = worst
+            raise WrongError(f"{worst}")
+
+    def _on_cache(self, text: list[int], pieces: tuple[int, ...]) -> Tensor:
+        """What the same cache gives without the use.
+
+        Raises:
+            UnsupportedError: It raises: a quantiser may not take one row of this length.
+        """
+        try:
+            return self.subject.on_cache(text, pieces)  # type: ignore[no-any-return]
+        except Exception as error:
+            raise UnsupportedError(f"the same cache without this use raises {named(error)}") from error
+
+    def _pieces(self, row: int, mask: Tensor, singly: int) -> tuple[int, ...]:
+        """How many of a row's own tokens each forward fed that is on the cache, and this one, whose last came singly."""
+        whole, end = torch.cat([self.mask[row], mask[row]]), self.mask.shape[1] + mask.shape[1]
+        ends = [0, *self.ends, end - singly, *range(end - singly + 1, end + 1)]
+        counts = [int(whole[begin:stop].sum()) for begin, stop in itertools.pairwise(ends)]
+        return tuple(count for count in counts if count)
+
+    def right(self, got: Tensor, text: list[int], begin: int, end: int, asked: Sequence[int] | None = None) -> Tensor:
+        """What these logits should be: as a longer text has them where they agree with that, or as this one has them.
+
+        Args:
+            got: The logits.
+            text: A row's own tokens.
+            begin, end: Which of them they belong to.
+            asked: Which of those; None: all.
+        """
+        places = [*range(begin, end)] if asked is None else [begin + n for n in asked]
+        want = self.subject.alone(text, longer="yes")[places]
+        return want if apart(got, want) <= self.subject.limit else self.subject.alone(text)[places]
+
+    def _excuse(self, ids: Tensor, mask: Tensor) -> None:
+        """Raises PlainError where the plain forward over the same columns, mask and positions is off too."""
+        full, fed = torch.cat([self.mask, mask], 1), torch.cat([self.ids, ids], 1)
+        told = self.told(full, full.shape[1])
+        out = self.subject.plain_as_called(fed, **told)
+        off = 0.0
+        for row, text in enumerate(self.texts):
+            real = full[row].nonzero().flatten().tolist()
+            got = out[row][real]
+            if not real or (error := apart(got, want := self.right(got, text, 0, len(got)))) <= off:
+                continue
+            off, each = error, [apart(a, b) for a, b in zip(got, want, strict=True)]
+            at = each.index(max(each))
+            known = self.lines.text(row, fed, real[: at + 1], (0, 0))
+            self.off = Wrong(row, each[at], FED[0].format(row=row, column=real[at]), known, sentence=UNCACHED)
+        if not off <= self.subject.limit:
+            raise PlainError(f"without a cache the same columns are off by {off:.2g} of the largest logit")
+        if self.without is not None and not (off := self.without()) <= self.subject.limit:
+            option = "use_cache" if self.subject.native else "use_past_kv_cache"
+            raise PlainError(f"generate({option}=False) is off by {off:.2g} of the largest logit")
+
+    def took(self, ids: Tensor, mask: Tensor, cache: Any) -> None:
+        """The cache holds these columns now."""
+        end = self.ids.shape[1] + ids.shape[1]
+        self.ends += range(end - self.singly, end + 1)
+        self.pending = None
+        self.put(ids, mask)
+        self.cache, self.since = cache, self.since + ids.shape[1]
+
+    def goes_on_as(self, rows: list[int]) -> None:
+        """The cache holds these of its rows now."""
+        self.texts = [list(self.texts[row]) for row in rows]
+        self.draws, self.begins = [self.draws[row] for row in rows], [self.begins[row] for row in rows]
+        super().goes_on_as(rows)
+
+    # What operations do ---------------------------------------------------------------------------------------------------
+
+    def feed(self, width: int, cut: int = 0, inner: tuple[int, ...] = (), behind: tuple[int, ...] = ()) -> tuple[()]:
+        """Feeds new columns in pieces; beyond the contract alone may one of a single column have a pad."""
+        least = self._begin_width()
+        ids, mask = self.columns(min(width, self.room - 1 - self.ids.shape[1]), inner, behind)
+        width = ids.shape[1]
+        cut = max(cut, -(-width // PIECES)) if cut else width
+        ends = [0]
+        for end in [*range(cut, width, cut), width]:
+            if end < least:
+                continue
+            if self.beyond or end - ends[-1] > 1 or bool(mask[:, ends[-1]].all()):
+                ends.append(end)
+            elif end == width:
+                ends[max(len(ends) - 1, 1) :] = [width]
+        for begin, end in itertools.pairwise(ends):
+            part = ids[:, begin:end], mask[:, begin:end]
+            self.took(*part, self.forward(*part, self.cache, mask[:, end:].sum(1)))
+        return ()
+
+    def _begin_width(self) -> int:
+        """Columns of a first forward that holds whole beginnings."""
+        if self.subject.whole == "no" or self.filled:
+            return 0
+        return 1 + max(pads + len(begin) for pads, begin in zip(self.pads, self.begins, strict=True))
+
+    def crop(self, count: int) -> None:
+        """Takes columns back; what is fed next is judged."""
+        self.tries("crop and go on", f"cache.crop({-count})")
+        self.lines.note(f"ids = ids[:, :-{count}]")
+        self.cache.crop(-count)
+        self.texts, self.since = [text[:-count] for text in self.texts], 0
+        self.reaches(taken_back=count)
+        self.cut(left := self.ids.shape[1] - count)
+        self.ends = [*(end for end in self.ends if end < left), left]
+
+    def draft(self, count: int) -> tuple[()]:
+        """Feeds a token and so many more, of which as many stay as are drawn."""
+        self.feed(1 + count)
+        if wrong := count - self.draw.randint(0, count):
+            self.crop(wrong)
+        return ()
+
+    def select(self, rows: list[int], method: str, asked: Any) -> None:
+        """Goes on as these rows of the cache, by a method of the library's."""
+        getattr(self.cache, method)(asked if isinstance(asked, int) else asked.to(self.subject.device))
+        self.lines.note(f"ids = ids[{rows}]")
+        self.goes_on_as(rows)
+
+    def other(self, width: int) -> Tensor:
+        """Tokens of another request, ``[1, column]``."""
+        count, begin = min(width, self.room), self.subject.begins[-1]
+        return self.subject.tensor([[*begin, *self.tokens(count - len(begin), self.draw)]])
+
+    def serve(self, ids: Tensor, kept: str = "yes") -> Any:
+        """Serves another request on a cache of its own, which is given back."""
+        self._needs_two_caches()
+        told = self.subject.reads(self.subject.begins[-1:])
+        line = self.subject.feed_line(ids, "no", **told)
+        self.lines += [line] if kept == "yes" else ["kept = cache", line, "cache = kept"]
+        return self.subject.feed(ids, None, **told)[1]
+
+    def again(self) -> None:
+        """Begins anew with the same tokens."""
+        self._begin()
+        self.ends, self.singly, self.pending = [], 0, None
+        self._makes_cache()
+
+    def serve_batch(self, width: int, singly: int) -> None:
+        """Serves another batch of as many rows on a cache of its own, padded otherwise where rows can be padded."""
+        self._needs_two_caches()
+        subject, columns, mine = self.subject, min(width + singly, self.room), self.program.rows.pads
+        pads = [(mine[row % len(mine)] + 1 + row) % width for row in range(len(self.texts))]
+        pads = pads if "attention_mask" in subject.takes else [0] * len(pads)
+        rows = [
+            [*self.tokens(count, self.draw), *begin, *self.tokens(columns, self.draw)][:columns]
+            for count, begin in zip(pads, self.begins, strict=True)
+        ]
+        ids, cache = subject.tensor(rows), None
+        mask = (subject.tensor([range(columns)] * len(pads)) >= subject.tensor(pads)[:, None]).long()
+        self.lines += ["kept = cache"] * self.filled
+        for end in range(min(width, columns), columns + 1):
+            begin = 0 if cache is None else end - 1
+            told = self.program.rows.tells(mask[:, :end], end - begin, any(pads), subject.takes, subject.offset)
+            told |= subject.reads(self.begins)
+            self.lines.append(subject.feed_line(ids[:, begin:end], "no" if cache is None else "yes", **told))
+            cache = subject.feed(ids[:, begin:end], cache, **told)[1]
+        self.lines += ["cache = kept"] * self.filled
+
+    def join(self, ids: Tensor, cache: Any) -> None:
+        """Puts the row of another cache of as many positions under its own."""
+        for mine, theirs in zip(self.cache.layers, cache.layers, strict=True):
+            mine.keys, mine.values = torch.cat([mine.keys, theirs.keys]), torch.cat([mine.values, theirs.values])
+        self.lines.note(f"ids = torch.cat([ids, torch.tensor({ids.tolist()})])")
+        self.texts.append(ids[0].tolist())
+        self.draws.append(self.draw)
+        self.begins.append(self.subject.begins[-1])
+        super().join(ids, cache)
+
+    def fork(self, width: int) -> None:
+        """Feeds a copy of the cache, judged."""
+        self._needs_two_caches()
+        try:
+            twin = copy.deepcopy(self.cache)
+        except Exception as error:
+            raise UnsupportedError(f"copy.deepcopy of the cache raises {named(error)}") from error
+        back = self.aside()
+        ids, mask = self.columns(width)
+        self.lines.append("kept = copy.deepcopy(cache)")
+        self.lines.note("before = ids")
+        self.forward(ids, mask, twin)
+        self.lines.append("cache = kept")
+        self.lines.note("ids = before")
+        back()
+
+    def _needs_two_caches(self) -> None:
+        if self.subject.requests == "one":
+            raise RefusedError("it holds its cache itself, for one request at a time, as requests='one' says")
+
+    def generate(self, step: Any) -> tuple[()]:
+        """As it is: see :meth:`kvinterp.auditing.programs.operations.generate.Generate.judged`."""
+        step.judged(self)
+        return ()
+
+    def compiled(self, own: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """What is right is computed by the model's own forward, which ``own`` puts back."""
+        vars(self.subject)["uncompiled"] = own
+        self.held.callback(vars(self.subject).pop, "uncompiled")
+
+    def aside(self) -> Callable[[], None]:
+        """What gives back the rows as they are now, after something was tried."""
+        kept = copy.deepcopy(self.texts), list(self.draws), list(self.begins), list(self.pads), self.ids, self.mask
+
+        def back() -> None:
+            self.texts, self.draws, self.begins, self.pads, self.ids, self.mask = kept
+
+        return back

@@ -1,0 +1,71 @@
+"""Show the attention of two paths at one step side by side, head by head, in circuitsvis.
+
+``attention.html`` holds every head three times (each path, and the difference) and needs nothing else: it works offline.
+"""
+
+from __future__ import annotations
+
+from kvinterp.commands.kit import (
+    Cell,
+    Chart,
+    Charts,
+    Made,
+    OfModel,
+    Panel,
+    Parts,
+    Result,
+    Rows,
+    finding_from,
+    load_prompts,
+    number,
+    option,
+)
+from kvinterp.report.attention import attention_comparison, finding_of
+
+PAGE = "attention.html"
+
+
+class Attention(OfModel):
+    """Which heads attend elsewhere on the other path?"""
+
+    FILES = (PAGE,)
+
+    prompts: str = option("arithmetic:1", "A text, or a file or generator of prompts, of which the first is shown.")
+    a: str = option("cached", "Path A; it chooses the tokens for both paths.")
+    b: str = option("recompute", "Path B.")
+    step: int = option(4, "The decode step; 0 is the prefill, which is the same on most paths.", min=0)
+    layers: tuple[int, ...] | None = option(None, "Layers to compare, such as 0,2,-1. Default: all.", example="0,2,-1")
+    most: int | None = option(None, "The most heads to show, those with the largest KL first. Default: as many as fit.")
+
+    def cells(self) -> list[Cell]:
+        """One cell: a page is of one prompt and step."""
+        return [Cell("page", self.compared)]
+
+    def compared(self) -> Made:
+        """The heads of one prompt, and the page that shows them."""
+        choices = self.choices("step", "layers", "a", "b", "most")
+        shown = attention_comparison(self.adapter(), load_prompts(self.prompts)[0], **choices)
+        return {"heads": shown.heads}, {"page": shown.page.html()}
+
+    def reduce(self, parts: Parts) -> Result:
+        """The table of heads, and the page beside it."""
+        ((tables, about),) = parts.values()
+        return Result(tables, {"provenance": self.provenances()}, {PAGE: about["page"]})
+
+    def headline(self, result: Result) -> list[str]:
+        """How many heads differ, and which most."""
+        return [f"{finding_of(result.tables['heads'], self.step, self.a, self.b)} {PAGE} shows them."]
+
+    def rows(self, result: Result) -> Rows:
+        """The heads with the largest KL."""
+        return [
+            finding_from(row, "attention KL of the newest row", "kl", ("layer", "head"), measure="nats",
+                    note=f"largest row {number(row['largest_row_kl'])} at position {row['largest_row']}")
+            for row in result.tables["heads"].query("largest_row_kl > 0").head(8).to_dict("records")
+        ]  # fmt: skip
+
+    def charts(self, result: Result) -> Charts:
+        """The KL of every head."""
+        label = "KL of the newest row (nats);\nblank: exactly 0"
+        panel = Panel(result.tables["heads"], "head", "layer", "map", "kl", xlabel="query head", label=label)
+        return {"attention": Chart(f"Attention of {self.a} against {self.b} at step {self.step}", [panel])}

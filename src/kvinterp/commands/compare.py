@@ -1,0 +1,171 @@
+"""Run a model along two paths on the same prompts and say what differs, step by step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvinterp.commands.kit import (
+    Cell,
+    Charts,
+    OfModel,
+    Parts,
+    Result,
+    Rows,
+    Tables,
+    finding,
+    load_prompts,
+    numbered,
+    option,
+    seed,
+    shared,
+)
+from kvinterp.common import words
+from kvinterp.comparison import PARTS, TABLES, Comparison, compare_each, recordable
+from kvinterp.comparison.findings import charts_of_comparison, headline_of, rows_of_comparison
+from kvinterp.errors import KvinterpError
+from kvinterp.models.hook_names import sites_of
+from kvinterp.models.inputs import chosen_layers
+
+log = logging.getLogger("kvinterp")
+
+
+class Compare(OfModel):
+    """How far apart are two paths of one model, at which step, layer, head and cache position?"""
+
+    FILES = ("prompts.jsonl",)
+    PARTIAL = "yes"
+
+    prompts: str = shared("prompts")
+    a: str = option("cached", "Path A. In the matched protocol it chooses the tokens for both paths.")
+    b: str = option("recompute", "Path B.")
+    protocol: str = option(
+        "matched", "matched: both paths get the same tokens. free: each gets its own.", among=words.Protocol
+    )
+    strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
+    max_new_tokens: int = option(48, "The most tokens to decode per prompt.", min=1)
+    record: str | None = option(
+        None,
+        "Sites to compare, with commas (kvinterp list sites); '' for none. Default: resid_post,pattern,kv, and routing for "
+        "a mixture of experts, as far as the model has them.",
+    )
+    layers: tuple[int, ...] | None = option(
+        None,
+        "Layers to compare, such as 0,2,-1. Default: all.",
+        example="0,2,-1",
+        only=(lambda asked: asked.record != "", "no site is recorded; leave it out, or name sites with --record"),
+    )
+    seed: int = seed()
+    batch_size: int = option(
+        1, "The most prompts in one batch. Batching is used only where it gives the same bits.", decides="nothing", min=1
+    )
+    stop: str = option(
+        "end of sequence",
+        "When a text ends: at the 'end of sequence' token, or only at the 'length' asked for.",
+        among=words.Stop,
+    )
+    cache_errors: str = option(
+        "aggregated",
+        "Errors of K and V: 'aggregated' by step and by position, or 'whole' (a table quadratic in the steps).",
+        among=words.CacheErrors,
+        only=(
+            lambda asked: asked.records_cache(),
+            "K and V are not recorded; leave it out, or add kv to --record",
+        ),
+    )
+
+    def cells(self) -> list[Cell]:
+        """A cell a prompt."""
+        return [Cell(f"example-{number}", self.compared) for number in range(len(load_prompts(self.prompts)))]
+
+    def compared(self, keys: Sequence[str], keep: Callable[..., None]) -> None:
+        """Compares some of the prompts, and keeps each as its batch is finished."""
+        adapter, recorded = self.adapter(), self._recorded()
+        for site in filter(adapter.derives, recorded["record"]):
+            log.info("%s is derived beside attention %r, which runs as it is and shows none", site, adapter.facts.attention)
+        for site, reason in recorded.pop("left_out").items():
+            log.info("%s is not recorded: %s", site, reason.split(": ")[0])
+        prompts, numbers = load_prompts(self.prompts), numbered(keys)
+
+        def kept(number: int, part: Comparison) -> None:
+            keep(numbers[number], {name: getattr(part, name) for name in PARTS}, part.provenance)
+
+        names = ("a", "b", "protocol", "strategy", "max_new_tokens", "seed", "batch_size", "stop", "cache_errors")
+        chosen = [prompts[number] for number in numbers]
+        compare_each(kept, adapter, chosen, examples=list(numbers), **recorded, **self.choices(*names))
+
+    def settings(self) -> dict[str, Any]:
+        """With the sites and layers that this model can give."""
+        return {**super().settings(), **self._recorded()}
+
+    def reduce(self, tables_of_parts: Parts) -> Result:
+        """The comparison of all prompts that are finished, in the order of their numbers."""
+        parts = (tables_of_parts[key] for _, key in sorted(numbered(tables_of_parts).items()))
+        comparison = Comparison.joined(Comparison(**tables, provenance=about) for tables, about in parts)
+        comparison.prompts = load_prompts(self.prompts)
+        for row in comparison.failures.to_dict("records"):
+            log.warning("prompt %s is left out: %s", row["id"], row["message"])
+        return comparison
+
+    # What was found ----------------------------------------------------------------------------------------------------
+
+    def headline(self, comparison: Any) -> list[str]:
+        """Whether the paths agree bit for bit, and whether a token flips."""
+        return headline_of(comparison)
+
+    def rows(self, comparison: Any) -> Rows:
+        """How far the paths are apart, how often a token flips, and where inside; what could not be recorded, and why."""
+        left_out = (comparison.settings or {}).get("left_out", {})
+        lacking = [finding("not recorded", float("nan"), note=why, site=site) for site, why in left_out.items()]
+        return [*rows_of_comparison(comparison), *lacking]
+
+    def charts(self, comparison: Any) -> Charts:
+        """KL by step, and where inside the paths differ."""
+        return charts_of_comparison(comparison)
+
+    def page_parts(self, comparison: Any) -> list[Any]:
+        """The texts of both paths."""
+        from kvinterp.report.tokens import changes
+
+        return changes({"": comparison})
+
+    def has_page(self, comparison: Any) -> bool:
+        """Whether any prompt could be compared."""
+        return not comparison.steps.empty
+
+    def sentences(self, comparison: Any) -> list[str]:
+        """Where the paths differ."""
+        if comparison.steps.empty:
+            place = Path(comparison.folder or "") / "summary.json"
+            raise KvinterpError(f"none of the {len(comparison.failures)} prompts could be compared; {place} says why.")
+        return comparison.where().splitlines()  # type: ignore[no-any-return]
+
+    def result_of(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
+        """The comparison of its tables, once they are what a comparison has."""
+        if missing := [name for name in TABLES if name not in tables]:
+            raise ValueError(f"{missing[0]}.parquet is not among its tables")
+        about = summary["provenance"]
+        if not isinstance(about, Mapping) or not {"paths", "protocol", "strategy"} <= about.keys():
+            raise ValueError("summary.json does not say which paths were compared")
+        for column in ("kl", "max_abs_logit"):
+            pd.to_numeric(tables["steps"][column])
+        return Comparison.read(tables, summary)
+
+    def check(self) -> None:
+        """The sites too."""
+        super().check()
+        sites_of(self.record or "")
+
+    def records_cache(self) -> bool:
+        """Whether K or V is among the sites that were named; where none were it is."""
+        return self.record is None or any(site.startswith("cache") for site in sites_of(self.record))
+
+    def _recorded(self) -> dict[str, Any]:
+        adapter = self.adapter()
+        layers = chosen_layers(adapter, self.layers)
+        sites, left_out = recordable(adapter, self.record, layers)
+        return {"record": list(sites), "layers": list(layers), "left_out": left_out}

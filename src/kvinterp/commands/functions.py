@@ -1,0 +1,58 @@
+"""Results of functions that are no commands: how they are kept, read and drawn, as an experiment says it of a command's."""
+
+from __future__ import annotations
+
+import inspect
+
+from kvinterp.commands.base import Experiment
+from kvinterp.comparison import lens
+from kvinterp.patching import ActivationPatching as Restored
+from kvinterp.patching import Cause
+from kvinterp.patching import findings as of
+
+
+class OfFunction(Experiment):
+    """What a function found: it has no cells, since nothing but the function makes it."""
+
+    VERB = ""
+
+    @classmethod
+    def verb(cls) -> str:
+        """What the result says that made it."""
+        return cls.VERB
+
+    @classmethod
+    def question(cls) -> str:
+        """What the class says: several share this file."""
+        return inspect.cleandoc(cls.__doc__ or "")
+
+
+class ActivationPatching(OfFunction):
+    """Which place of a clean prompt restores its answer in a corrupted one?"""
+
+    VERB = "activation-patching"
+    RESULT = Restored
+    headline = staticmethod(of.headline_of_activation_patching)
+    rows = staticmethod(of.rows_of_activation_patching)
+    charts = staticmethod(of.charts_of_activation_patching)
+
+
+class Localise(OfFunction):
+    """Where is the difference at the first decode step made?"""
+
+    VERB = "localise"
+    RESULT = Cause
+
+
+class LogitLens(OfFunction):
+    """Behind which layer does the difference become visible in token space?"""
+
+    VERB = "logit-lens"
+    RESULT = lens.LogitLens
+    headline = staticmethod(of.headline_of_lens)
+    rows = staticmethod(of.rows_of_lens)
+    charts = staticmethod(of.charts_of_lens)
+
+
+FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (ActivationPatching, Localise, LogitLens)}
+"""How what a function found is kept, by what the result says that made it."""

@@ -1,0 +1,317 @@
+"""Our own ways to compute a text: in each precision, and with each cause that an engine's difference may have.
+
+A new cause is a row of :func:`causes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kvinterp.engines.llama_cpp import ADDED, llama_cpp
+from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.models import Adapter, dtype_named
+from kvinterp.paths.model_cache import own_store
+from kvinterp.paths.path import path_named
+from kvinterp.policies import Place, policy_named
+
+Attributes = Callable[[nn.Module], Iterable[tuple[Any, str, Any]]]
+"""Which attributes of a model hold something else meanwhile: an object, its attribute's name and the value."""
+Hooks = Callable[[nn.Module, int], Iterable[Any]]
+"""Attaches hooks to a model, given the prompt's length, and returns their handles."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One of our own ways to compute a text.
+
+    Attributes:
+        name: What it is called.
+        word: The verdict where it alone reproduces what an engine gave.
+        dtype: What it computes in.
+        path: The text form of a path whose cache holds keys and values otherwise.
+        attributes: What is wrong with the model's attributes.
+        hooks: What hooks do to it.
+        prefix: The policy that is done once to what the cache holds of the prompt.
+        fed: ``"whole"``; ``"twice"``, a second time beside itself; ``"apart"``, what is behind the prompt by itself;
+            ``"headless"``, without the first token; or ``"begun"``, with the token in front that begins a text.
+        shift: So many tokens further on is the log-prob that a token is given.
+        resized: Makes the same cause of another size.
+        size: Its own size.
+        tiled: Where each position was asked for alone: the way of prompts of fewer than :data:`TILE` rows, that of longer ones.
+    """
+
+    name: str
+    word: str = ""
+    dtype: str = "float64"
+    path: str = ""
+    attributes: Attributes | None = None
+    hooks: Hooks | None = None
+    prefix: str = ""
+    fed: str = "whole"
+    shift: int = 0
+    resized: Callable[[float], Way] | None = None
+    size: float = 1.0
+    tiled: tuple[Way, ...] = ()
+
+
+TILE = 64
+"""A prompt of as many rows is computed in tiles by llama.cpp's flash attention, which are added up in float32."""
+
+RUNGS = tuple(Way(dtype, dtype=dtype) for dtype in ("float32", "float16", "bfloat16"))
+"""The precisions, from fine to coarse."""
+
+
+def causes() -> list[Way]:
+    """What is tried, each in float64, so that nothing but the cause is in it."""
+    float16 = Way("float16 cache", "policy", path="cached[cache=float16,prefill=stored]")
+    row = Way(
+        "values added up in float16, a key after another, as llama.cpp's flash attention of a row does over a float16 cache",
+        "kernel", attributes=llama_cpp("float16", "", ADDED),
+    )  # fmt: skip
+    below = row.name.replace("a key after another", "in a prompt of fewer than 64 rows").replace(" of a row", "")
+    # As where positions jump without a mask: transformers takes what follows for another text.
+    apart = "the reply computed without its prompt, as where positions jump without a mask,"
+    return [
+        *(Way(f"shifted by {by:+d}", "misaligned", shift=by) for by in (1, -1)),
+        Way("computed without the first token (BOS)", "misaligned", fed="headless"),
+        Way("computed with a BOS in front", "misaligned", fed="begun"),
+        float16,
+        Way("bfloat16 cache", "policy", path="cached[cache=bfloat16,prefill=stored]"),
+        *(
+            each
+            for bits in ("q8_0", "q4_0")
+            for each in (
+                Way(f"{bits} cache", "policy", path=f"cached[prefill=stored]+{bits}"),
+                Way(f"{bits} cache, read behind the prompt", "policy", path=f"cached+{bits}"),
+                Way(f"{bits} cache of the prompt alone", "policy", prefix=bits),
+                Way(f"{bits} cache as llama.cpp's, turned", "policy", attributes=llama_cpp(bits, "turned")),
+                Way(f"{bits} cache as llama.cpp's, not turned", "policy", attributes=llama_cpp(bits)),
+            )
+        ),
+        Way("float16 cache as llama.cpp's", "policy", attributes=llama_cpp("float16")),
+        Way("float16 cache as llama.cpp's, with probabilities in float16", "policy",
+            attributes=llama_cpp("float16", "", "rounded")),
+        row,
+        Way(below, "kernel", tiled=(row, float16)),
+        Way(apart, "bug", fed="apart"),
+        *(
+            Way(f"positions {by:+d} behind the prompt", "bug", hooks=_positions(functools.partial(_behind, by)))
+            for by in (1, -1, 2, 4, 8, 16)
+        ),
+        Way("positions that begin anew behind the prompt", "bug", hooks=_positions(lambda at, cut: at - cut * (at >= cut))),
+        Way("one position for all tokens", "bug", hooks=_positions(lambda at, cut: at * 0)),
+        *map(_rope_scale, (0.25, 0.5, 0.9, 0.95, 0.98, 0.99, 1.01, 1.02, 1.05, 1.1, 2.0, 4.0)),
+        *map(_rope_base, (0.01, 0.02, 0.1, 0.5, 0.9, 0.98, 1.02, 1.1, 2.0, 10.0, 50.0, 100.0)),
+        # What a model that is cast as a whole does to its frequencies too, once it has computed them.
+        *(
+            Way(f"RoPE frequencies in {dtype}", "bug", attributes=_rope(functools.partial(_rounded, dtype=dtype)))
+            for dtype in ("float16", "bfloat16")
+        ),
+        *map(_norm_eps, (0.01, 0.1, 10.0, 100.0)),
+    ]  # fmt: skip
+
+
+def nulls(rung: Way) -> tuple[list[Way], list[Way]]:
+    """Other ways to compute the same in a precision, which differ by rounding alone; and ways with one bit fewer.
+
+    From a cache, beside another row, and, twice, with every module's result rounded once more, for an engine adds in another
+    order and rounds in other places. What is further off than with every result rounded to a bit fewer is no rounding of it.
+    """
+
+    def again(bits: int) -> list[Way]:
+        name = f"{rung.name}, every result rounded once more" + ", to a bit fewer" * bits
+        return [dataclasses.replace(rung, name=f"{name}, {seed}", hooks=_round_again(seed, 2.0**bits)) for seed in (0, 1)]
+
+    cached = dataclasses.replace(rung, name=f"{rung.name} from a cache", path="cached")
+    beside = dataclasses.replace(rung, name=f"{rung.name} beside another row", fed="twice")
+    return [cached, beside, *again(0)], again(1)
+
+
+# What is changed -----------------------------------------------------------------------------------------------------------
+
+
+def _rounded(tensor: Tensor, dtype: str) -> Tensor:
+    return tensor.to(dtype_named(dtype)).to(tensor.dtype)
+
+
+def _weights(model: nn.Module, dtype: str) -> Iterator[tuple[Any, str, Any]]:
+    for parameter in model.parameters():
+        yield parameter, "data", _rounded(parameter.data, dtype)
+
+
+WEIGHTS = {dtype: Way(f"weights in {dtype}", attributes=functools.partial(_weights, dtype=dtype))
+           for dtype in ("float16", "bfloat16")}  # fmt: skip
+"""What an engine of a coarser precision does alike, whatever it does otherwise: it rounds the same weights."""
+
+
+def _rotary(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)]
+
+
+def _rope(turn: Callable[[Tensor], Tensor]) -> Attributes:
+    return lambda model: [(module, "inv_freq", turn(module.inv_freq)) for module in _rotary(model)]
+
+
+def _rope_scale(size: float) -> Way:
+    change = _rope(lambda own: own * size)
+    return Way(f"RoPE frequencies times {size:.4g}", "bug", attributes=change, resized=_rope_scale, size=size)
+
+
+def _rope_base(size: float) -> Way:
+    def turn(own: Tensor) -> Tensor:
+        places = torch.arange(len(own), dtype=torch.float64, device=own.device) / len(own)
+        return own * (size**-places).to(own)
+
+    return Way(f"RoPE base times {size:.4g}", "bug", attributes=_rope(turn), resized=_rope_base, size=size)
+
+
+def _norm_eps(size: float) -> Way:
+    def change(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+        for module in model.modules():
+            for name in ("variance_epsilon", "eps") if "norm" in type(module).__name__.lower() else ():
+                if isinstance(own := getattr(module, name, None), float):
+                    yield module, name, own * size
+
+    return Way(f"norm eps times {size:.4g}", "bug", attributes=change, resized=_norm_eps, size=size)
+
+
+def _behind(by: int, at: Tensor, cut: int) -> Tensor:
+    """Positions that are so many off behind the prompt."""
+    return at + by * (at >= cut)
+
+
+def _positions(place: Callable[[Tensor, int], Tensor]) -> Hooks:
+    """Gives the rotary embedding other positions."""
+
+    def attach(model: nn.Module, prompt: int) -> Iterator[Any]:
+        def moved(value: Any) -> Any:
+            whole = isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 2
+            return place(value, prompt) if whole else value
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}
+
+        for module in _rotary(model):
+            yield module.register_forward_pre_hook(before, with_kwargs=True)
+
+    return attach
+
+
+def _round_again(seed: int, units: float) -> Hooks:
+    """Rounds every result once more, at random: by at most half of so many units in the last place, as to the nearest number.
+
+    Where K products are added, by the root of K such units of float32 too: engines add in float32 at least, in an order of their
+    own, and roundings of either sign add up to about the root of their number (Higham and Mary 2019, SIAM J. Sci. Comput. 41).
+    """
+
+    def attach(model: nn.Module, prompt: int) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(seed)
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            first = output[0] if isinstance(output, tuple) else output
+            if not isinstance(first, Tensor) or not first.is_floating_point():
+                return None
+            read = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
+            terms = 0 if read is None else read.shape[-1]
+            unit = units * (torch.finfo(first.dtype).eps + terms**0.5 * torch.finfo(torch.float32).eps) / 2
+            random = 2 * torch.rand(first.shape, generator=generator, dtype=torch.float64) - 1
+            moved = (first.double() * (1 + unit * random.to(first.device))).to(first.dtype)
+            return (moved, *output[1:]) if isinstance(output, tuple) else moved
+
+        for module in model.modules():
+            if not any(module.children()):
+                yield module.register_forward_hook(after)
+
+    return attach
+
+
+@contextlib.contextmanager
+def changed(model: nn.Module, prompt: int, way: Way) -> Iterator[bool]:
+    """The model with what a way changes of it, and whether it has what is changed."""
+    values = [] if way.attributes is None else [*way.attributes(model)]
+    before = [(place, name, getattr(place, name)) for place, name, _ in values]
+    handles = [] if way.hooks is None else [*way.hooks(model, prompt)]
+    try:
+        for each in values:
+            setattr(*each)
+        yield bool(values or handles) or (way.attributes is None and way.hooks is None)
+    finally:
+        for each in before:
+            setattr(*each)
+        for handle in handles:
+            handle.remove()
+
+
+# What it gives ---------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Tensor | None:
+    """``[position, vocabulary]``, in nats: row t is of the token behind position t. None: nothing to change.
+
+    They are made of logits in float32, as engines make them, but where all is in float64.
+
+    Args:
+        adapter: The model.
+        ids: The text.
+        prompt: How many of them are the prompt.
+        way: How it is computed.
+    """
+    if way.tiled:
+        first, rest = (log_probs(adapter, ids, prompt, dataclasses.replace(part, dtype=way.dtype)) for part in way.tiled)
+        # Row t is of the token at t + 1, which a prompt of t + 1 rows was asked for.
+        return None if first is None or rest is None else torch.cat([first[: TILE - 1], rest[TILE - 1 :]])
+    model = adapter.at(dtype_named(way.dtype))
+    tokens = torch.tensor([ids], device=model.device)
+    inner, bos = 0 < prompt < len(ids), getattr(adapter.tokenizer, "bos_token_id", None)
+    with changed(model.model, prompt, way) as there:
+        if not there or (not inner and (way.prefix or way.fed == "apart")):
+            return None
+        if way.fed == "begun" and (bos in (None, ids[0]) or len(ids) == adapter.facts.context):
+            return None
+        if way.prefix and not (model.plain and model.attention_only):
+            return None
+        head, rest = tokens[:, :prompt], tokens[:, prompt:]
+        if way.path:
+            path = path_named(way.path)
+            pieces = [head, rest] if path.prefill == "exact" and inner else [tokens]
+            store = own_store(model, path, 1, pieces[0].shape[1], len(ids) - pieces[0].shape[1], ())
+            logits = torch.cat([model.forward(piece, store) for piece in pieces], 1)
+        elif way.prefix:
+            policy, cache = policy_named(way.prefix).start(model.facts), {model.cache_name: model.new_cache()}
+            before = model.model(head, **cache).logits
+            for layer, cached in enumerate(cache[model.cache_name].layers):
+                place = Place(layer, 0, prompt, True, prompt=prompt)
+                cached.keys, cached.values = policy.read(*policy.write(cached.keys, cached.values, place), place)
+            logits = torch.cat([before, model.model(rest, **cache).logits], 1)
+        elif way.fed == "apart":
+            logits = torch.cat([model.forward(head), model.forward(rest)], 1)
+        elif way.fed == "headless":
+            logits = nn.functional.pad(model.forward(tokens[:, 1:]), (0, 0, 1, 0), value=torch.nan)
+        elif way.fed == "begun":
+            logits = model.forward(torch.cat([tokens.new_tensor([[bos]]), tokens], 1))[:, 1:]
+        else:
+            logits = model.forward(tokens.repeat(2, 1) if way.fed == "twice" else tokens)
+    return logits[0].to(torch.float64 if way.dtype == "float64" else torch.float32).log_softmax(-1)
+
+
+def own_row(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> np.ndarray | None:
+    """``[position]``, the log-prob of each id given those before it, NaN for the first; None where this model has no such way."""
+    try:
+        rows = log_probs(adapter, ids, prompt, way)
+    except (InputError, UnsupportedError):
+        # This model cannot be run so: heads too narrow for a policy's blocks, say.
+        return None
+    if rows is None:
+        return None
+    own = rows[:-1].gather(1, torch.tensor(list(ids[1:]), device=rows.device)[:, None])[:, 0].double().cpu().numpy()
+    behind = np.pad(own, abs(way.shift) + 1, constant_values=np.nan)
+    return behind[abs(way.shift) + way.shift :][: len(ids)]

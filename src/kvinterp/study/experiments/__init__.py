@@ -1,1 +1,0 @@
-"""WHAT IS ASKED: one file an experiment, found by the registry."""
