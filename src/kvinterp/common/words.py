@@ -20,6 +20,7 @@ Progress = Literal["bar", "none"]
 Existing = Literal["error", "overwrite", "use"]
 CacheErrors = Literal["aggregated", "whole"]
 Positions = Literal["newest", "all"]
+TextPositions = Literal["all", "prompt", "generated"]
 Kept = Literal["keep", "discard"]
 Site = Literal[
     "embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "result", "post",

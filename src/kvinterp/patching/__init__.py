@@ -4,12 +4,14 @@ from kvinterp.patching.ablations import Ablation
 from kvinterp.patching.around import patched
 from kvinterp.patching.bench import DONORS, Asked, PatchAnswer, PatchBench
 from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
+from kvinterp.patching.continuing import PatchedGeneration, patched_generation
 from kvinterp.patching.decomposition import Decomposition, decompose
 from kvinterp.patching.distances import DISTANCES
 from kvinterp.patching.donors import donor_trace, mean_donor, resample_donor
 from kvinterp.patching.localising import Cause, localise
 from kvinterp.patching.patch import PATCH_SITES, Patch
 from kvinterp.patching.planted import Plant
+from kvinterp.patching.steering import Steering, steer
 from kvinterp.patching.sweeping import DIRECTIONS, PRESETS, SWEEPS, highest_kl, sweep
 from kvinterp.patching.table import Sweep
 
@@ -28,7 +30,9 @@ __all__ = [
     "Patch",
     "PatchAnswer",
     "PatchBench",
+    "PatchedGeneration",
     "Plant",
+    "Steering",
     "Sweep",
     "activation_patching",
     "decompose",
@@ -37,6 +41,8 @@ __all__ = [
     "localise",
     "mean_donor",
     "patched",
+    "patched_generation",
     "resample_donor",
+    "steer",
     "sweep",
 ]

@@ -44,7 +44,8 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]
         UnsupportedError: The model cannot be patched there, or a part of it is compiled.
 
     The logger ``kvinterp`` warns of a patch that wrote only values that were there already, and of an ablation or a steering of
-    the newest position alone while a text is generated, which with a cache is another computation than without one.
+    the newest position alone while a text is generated, whether by its positions or by what its function changes: with a cache
+    that is another computation than without one. :func:`steer` means the same either way.
 
     Example:
         >>> clean = kv.run(model, prompt, "cached", record="resid_post", positions="all")  # doctest: +SKIP
@@ -58,41 +59,70 @@ def patched(model: Any, patches: Patch | Iterable[Patch]) -> Iterator[PatchHook]
         check_instance("patches", patch, Patch, expected)
         if patch.donor is None:
             raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")
-    hook = PatchHook(adapter, listing, every_from=0)
-    patching = _Patching(adapter, hook)
-    passes = Passes(adapter, patching, CONTEXT, hook.places)
-    listeners = {place: [listener] for place, listener in hook.listeners.items()}
-    with adapter.attached(hook.places), adapter.listening(listeners), passes.watching():
+    with applied(adapter, listing, CONTEXT) as (hook, patching):
         yield hook
-    if passes.silent:
-        raise InputError(f"{CONTEXT} changed nothing: {passes.silence()}")
-    for patch, moved, changed in zip(listing, hook.moved, *read_changes([hook]), strict=True):
+    for patch, moved, alone, changed in zip(listing, hook.moved, hook.newest_alone, *read_changes([hook]), strict=True):
         if moved and not changed:
             log.warning("%s: the patch of %r %s: its donor is equal to what it replaces", CONTEXT, patch.site, UNCHANGED)
-        if moved and patching.grew and _means_another_text(patch):
+        if changed and patching.grew and _means_another_text(patch, alone):
             log.warning(
-                "%s: the patch of %r moves the newest position of each forward alone. From a cache every token keeps what it was "
-                "patched to; without one each forward computes the earlier tokens again, unpatched, so that use_cache changes "
-                "the text. positions='all' patches every position and means the same with and without a cache",
-                CONTEXT,
-                patch.site,
-            )
-        if not moved and not passes.cut:
+                "%s: the patch of %r moves the newest position of each forward alone, and leaves %s as they are. From a "
+                "cache every token keeps what it was patched to; without one each forward computes the earlier tokens "
+                "again, unpatched, so that use_cache changes the text. positions='all' patches every position and means "
+                "the same with and without a cache; kv.steer(..., positions='generated') adds a vector to what is written",
+                CONTEXT, patch.site, f"positions 0 to {patching.prompt - 2}" if patching.prompt > 2 else "earlier positions",
+            )  # fmt: skip
+        if not moved and not patching.cut:
             raise InputError(f"{CONTEXT} changed nothing by the patch of {patch.site!r}: {patching.why_not(patch)}")
 
 
-def _means_another_text(patch: Patch) -> bool:
+@contextlib.contextmanager
+def applied(adapter: Adapter, patches: Sequence[Patch], context: str) -> Iterator[tuple[PatchHook, Patching]]:
+    """Applies patches to the user's own forwards while the context lasts, with no word on what they moved.
+
+    Args:
+        adapter: The model.
+        patches: The patches, each with a donor.
+        context: What the user has opened, for messages.
+
+    Yields:
+        The hook that applies them, and what counts the passes.
+
+    Raises:
+        InputError: No forward ran.
+    """
+    hook = PatchHook(adapter, patches, every_from=0)
+    patching = Patching(adapter, hook)
+    passes = Passes(adapter, patching, context, hook.places)
+    listeners = {place: [listener] for place, listener in hook.listeners.items()}
+    with adapter.attached(hook.places), adapter.listening(listeners), passes.watching():
+        yield hook, patching
+    if passes.silent:
+        raise InputError(f"{context} changed nothing: {passes.silence()}")
+    patching.cut = passes.cut
+
+
+def _means_another_text(patch: Patch, alone: Tensor | None) -> bool:
     """Whether a patch of every forward leaves earlier positions as they are, where a forward computes them again."""
-    steers = patch.positions == "newest" and patch.steps == "every" and patch.site not in PATCHED_CACHE
+    newest = patch.positions == "newest" or (alone is not None and bool(alone))
+    steers = newest and patch.steps == "every" and patch.site not in PATCHED_CACHE
     return steers and not isinstance(patch.donor, Trace)
 
 
-class _Patching(WatchesPasses):
-    """Makes every pass one step, and applies cache patches to what attention reads from the user's cache."""
+class Patching(WatchesPasses):
+    """Makes every pass one step, and applies cache patches to what attention reads from the user's cache.
+
+    Attributes:
+        step: The passes that ended.
+        grew: Whether a text was generated.
+        prompt: The columns that the first pass was fed, with those before them in its cache.
+        cut: The passes that were cut off, once all is over.
+        longest: The most positions that the context held. A text that is generated may grow to a position that a patch names.
+    """
 
     def __init__(self, adapter: Adapter, hook: PatchHook) -> None:
         self.adapter, self.hook = adapter, hook
-        self.step = self.end = 0
+        self.step = self.end = self.prompt = self.cut = self.longest = 0
         self.grew = False
         self.ran: set[int] = set()
 
@@ -101,13 +131,8 @@ class _Patching(WatchesPasses):
         # Generation: behind a cache, or without one the same text and a token more.
         self.grew |= cached > 0 or (self.step > 0 and new == self.end + 1)
         self.end = cached + new
+        self.prompt, self.longest = self.prompt or self.end, max(self.longest, self.end)
         self.hook.at(self.step, cached + new)
-        for patch in self.hook.patches:
-            if patch.active(self.step, self.hook.every_from) and patch.starts_at >= self.hook.end:
-                raise InputError(
-                    f"position {patch.starts_at} does not exist: the context holds {self.hook.end} positions at step "
-                    f"{self.step}."
-                )
 
     def block_begins(self, layer: int, cache: Any) -> Callable[[], None] | None:
         """Lets patches of the cache replace what this block's attention reads."""
@@ -135,6 +160,8 @@ class _Patching(WatchesPasses):
             return (
                 f"it is for layer {', '.join(map(str, layers))}, and the forwards ran the layers {sorted(self.ran)} only."
             )
+        if patch.starts_at >= self.longest:
+            return f"position {patch.starts_at} does not exist: the context held {self.longest} positions at most."
         return (
             f"{ran}, and none computed the positions it names, positions={patch.positions!r}: with a cache a forward computes "
             "the new positions only, so patch them where they are computed, or patch site 'kv' for those in the cache. A patch "

@@ -48,6 +48,8 @@ class PatchHook(PathHook):
         first_layer: The first block whose computation it changes.
         changed: For each patch, on the model's device, 1 if it wrote a value that was not there already; 2 is added to the first
             if a block's output was not the stream of ``resid_mid`` plus ``mlp_out``. :func:`read_changes` reads them.
+        newest_alone: For each patch by a function, on the model's device, whether of every forward of several rows it changed
+            the newest one only; None where there was none.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class PatchHook(PathHook):
         self.prompt_length, self.every_from = prompt_length, every_from
         self.moved = [0] * len(self.patches)
         self.changed = [torch.zeros((), dtype=torch.long, device=adapter.device)] * len(self.patches)
+        self.newest_alone: list[Tensor | None] = [None] * len(self.patches)
         self.step, self.end = 0, 0
         self.listeners: dict[Site, Listener] = {}
         self._cache: dict[int, list[int]] = {}
@@ -163,7 +166,12 @@ class PatchHook(PathHook):
             target.copy_(source)
         self.moved[number] += 1
         # Stays on the device: reading it waits for the device.
-        self.changed[number] = self.changed[number] | (new != tensor).any().to(self.adapter.device)
+        differs = new != tensor
+        self.changed[number] = self.changed[number] | differs.any().to(self.adapter.device)
+        if isinstance(patch.donor, HandedRows) and patch.donor.function is not None and high - low > 1:
+            by_row = differs.movedim(rows, 0).flatten(1).any(1).to(self.adapter.device)
+            alone, before = by_row[-1] & ~by_row[:-1].any(), self.newest_alone[number]
+            self.newest_alone[number] = alone if before is None else before & alone
         return new
 
     def _fitted(self, site: str, layer: int, source: Tensor, target: Tensor) -> Tensor:
