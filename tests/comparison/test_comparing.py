@@ -265,4 +265,4 @@ def test_the_largest_relative_error_is_not_said_to_be_what_carries_the_differenc
     said = kv.compare(model, PROMPT, "cached+int4", "cached", max_new_tokens=3, progress="none").where()
     line = next(line for line in said.splitlines() if "largest mean relative error of K and V" in line)
     assert "of a vector's own length, which is no share of the logits' difference" in line
-    assert "--site cache_k" in line
+    assert "kv.localise" in line

@@ -1,6 +1,7 @@
 """Law 6: a difference planted in one place is found there and nowhere else."""
 
 import pytest
+import torch
 
 import kvinterp as kv
 from kvinterp.patching import Plant, localise
@@ -54,6 +55,27 @@ def test_a_single_unit_in_the_last_place_is_enough(load, place):
     cause = localise(load(Case("llama-gqa", "native", "sdpa")), PROMPT, Plant(place, 1, units=1.0), dtype="float64")
     assert cause.place == place
     assert cause.share > 0.99
+
+
+@pytest.mark.parametrize(
+    ("path", "tensor", "layer"),
+    [("cached+int4", "K", 0), ("cached+int4(on=k,layers=1)", "K", 1), ("cached+int4(on=v,layers=1)", "V", 1)],
+)
+def test_what_a_quantised_cache_costs_is_laid_to_k_or_v_of_a_layer(path, tensor, layer):
+    """Where K of layer 0 has huge channels, the largest relative error is that of V in another layer, and K carries the cost."""
+    model = kv.load_model("zoo:llama64-mini", dtype="float32")
+    if layer == 0:
+        projection = model.model.model.layers[0].self_attn.k_proj
+        bias = torch.zeros(projection.out_features)
+        bias[31::32] = 200.0
+        projection.bias = torch.nn.Parameter(bias)
+    cause = localise(model, "Question: Tom reads 12 pages a day. How many pages does Tom read in 5 days?", cached=path)
+    assert (cause.place, cause.layer, cause.tensor) == ("kv", layer, tensor)
+    most = cause.table.loc[cause.table["share"].idxmax()]
+    assert (most["layer"], most["tensor"]) == (layer, tensor)
+    assert f"at layer {layer}, most of it ({most['share']:.0%}) by {tensor}." in str(cause)
+    others = cause.table[(cause.table["place"] == "kv") & (cause.table["layer"] >= 0)].drop(most.name)
+    assert layer == 0 or set(others["share"]) == {0.0}
 
 
 def test_without_a_plant_the_rounding_of_float64_is_all_there_is(load):

@@ -8,7 +8,7 @@ differs in one cause:
 - **fresh**: the residual stream of the recompute path is put back after layer 0, 1, ...: two neighbouring lanes differ in the
   **one-row computation** of one layer, and the last two in the **unembedding**;
 - **anew**: the prompt's K and V that the recompute path has now, layer by layer, instead of those it wrote at step 0;
-- **kept**: the K and V of step 0 instead of those that the cached path keeps.
+- **kept**: the K of step 0 instead of that which the cached path keeps, then its V, layer by layer.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch
 from kvinterp.patching.planted import PLACES, Plant
 from kvinterp.patching.side_by_side import two_paths
-from kvinterp.patching.splitting import KeysValues, Outputs, Rows, Split, StreamRunner
+from kvinterp.patching.splitting import K_V, KeysValues, Outputs, Rows, Split, StreamRunner
 from kvinterp.paths import ExecutionPath
 
 PLACES_OF = {"fresh": ("row", "unembedding"), "anew": ("prompt",), "kept": ("kv",)}
 """The places that can cause a part; there are no decoded rows yet."""
-COLUMNS = ["place", "layer", "l2", "share"]
-_SUMMARISED = ("part", "place", "layer", "share", "suffix")
+COLUMNS = ["place", "layer", "tensor", "l2", "share"]
+_SUMMARISED = ("part", "place", "layer", "tensor", "share", "suffix")
 
 
 @dataclasses.dataclass(repr=False)
@@ -54,9 +54,11 @@ class Cause(Result):
         place: The place of the cause: one of PLACES, or ``"none"`` or ``"spread"`` as the part.
         layer: The layer that causes more than half of it at that place, or -1.
         share: The share of the L2 lengths of all parts that this place and layer cause.
-        table: One row a place and layer: its L2 length and its share; the shares of all places add up to 1.
+        table: One row a place, layer and tensor: its L2 length and its share; the shares of all places add up to 1.
         split: KL and L2 of every part and null at this step, as a row of :attr:`Decomposition.steps`.
         suffix: Tokens after the prefix in the nulls.
+        tensor: Where K and V as the cached path keeps them are the place: ``"K"`` or ``"V"`` if that alone causes more than
+            half of the share, else empty.
         provenance: Paths, plant, model and machine.
     """
 
@@ -69,6 +71,7 @@ class Cause(Result):
     table: pd.DataFrame
     split: Mapping[str, Any]
     suffix: int
+    tensor: str = ""
     provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -117,6 +120,10 @@ class Cause(Result):
         where = PLACES[self.place] if self.layer < 0 else PLACES[self.place].replace("a layer", f"layer {self.layer}")
         if self.layer < 0 and "a layer" in where:
             where = where.replace(" at a layer", "").replace(" of a layer", "") + ", in no single layer"
+        if self.tensor:
+            of_tensor = self.table[(self.table["place"] == self.place) & (self.table["tensor"] == self.tensor)]
+            alone = of_tensor.loc[of_tensor["layer"].eq(self.layer) | (self.layer < 0), "share"].sum()
+            where += f", most of it ({alone:.0%}) by {self.tensor}"
         sentence = f"At the first decode step {self.share:.0%} of the difference is made by {where}."
         return " ".join([sentence, *self._null_sentences(lengths[self.part])])
 
@@ -179,11 +186,14 @@ def _cause(split: Split, suffix: int) -> Cause:
         return Cause(most, most, -1, row["share"], table, row, suffix)
     sums = table[table["place"].isin(PLACES_OF[most])].groupby("place")["share"].sum()
     place = str(sums.idxmax())
-    by_layer = table[table["place"] == place].sort_values("share")
-    layer, share = int(by_layer["layer"].iloc[-1]), float(by_layer["share"].iloc[-1])
+    by_layer = table[table["place"] == place].groupby("layer")["share"].sum()
+    layer, share = int(by_layer.idxmax()), float(by_layer.max())
     if 2 * share <= sums[place]:
         layer, share = -1, float(sums[place])
-    return Cause(most, place, layer, share, table, row, suffix)
+    found = table[(table["place"] == place) & ((layer < 0) | (table["layer"] == layer))]
+    by_tensor = found.groupby("tensor")["share"].sum()
+    tensor = str(by_tensor.idxmax())
+    return Cause(most, place, layer, share, table, row, suffix, tensor if 2 * by_tensor[tensor] > share else "")
 
 
 def _table(split: Split, token: Tensor, outputs: Mapping[str, Outputs], lengths: Mapping[str, float]) -> pd.DataFrame:
@@ -193,18 +203,19 @@ def _table(split: Split, token: Tensor, outputs: Mapping[str, Outputs], lengths:
     model = split.adapter.at(dtype_named(one_row.dtype))
 
     def step_1(
-        path: ExecutionPath, cache: KeysValues, cache_layers: Collection[int] | None = None, *patches: Patch
+        path: ExecutionPath, cache: KeysValues, tensors: Collection[tuple[str, int]] | None = None, *patches: Patch
     ) -> Outputs:
         """Step 1 of a lane with the prompt's K and V replaced and the recompute path's stream put back by patches."""
         stream = PatchHook(model, patches, lambda _, layer: (end - 1, streams[layer][None, None]), end - 1)
-        rows = Rows(cache, 0, cache_layers)
+        rows = Rows(cache, 0, tensors)
         lane = StreamRunner(split, path, [rows, stream])
         with lane:
             lane.advance()
             rows.stop = end - 1
             return lane.outputs(token)
 
-    # For each part its first lane, its last one, and the lane between in which all layers up to one are as in the last.
+    stored = [*itertools.product(layers, K_V)]
+    # For each part its first lane, its last one, and the lane between in which all places up to one are as in the last.
     chains: dict[str, tuple[str, str, Callable[[int], Outputs]]] = {
         "fresh": (
             "one_row",
@@ -212,20 +223,24 @@ def _table(split: Split, token: Tensor, outputs: Mapping[str, Outputs], lengths:
             lambda layer: step_1(one_row, now, None, Patch("resid_post", (layer,), steps="first")),
         ),
         "anew": ("as_written", "one_row", lambda layer: step_1(one_row, [*now[: layer + 1], *old[layer + 1 :]])),
-        "kept": ("cached", "as_written", lambda layer: step_1(split.cached, old, range(layer + 1))),
+        "kept": (
+            "cached",
+            "as_written",
+            lambda n: step_1(split.cached, old, {(tensor, layer) for layer, tensor in stored[: n + 1]}),
+        ),
     }
     rows = []
     for part, (first, last, between) in chains.items():
         if lengths[part]:
-            # The place that each pair of neighbours differs in. The last pair of "kept" has all rows of the prompt put back, so
+            # The places that each pair of neighbours differs in. The last pair of "kept" has all rows of the prompt put back, so
             # it differs in the K and V of the newest row.
-            places = [(PLACES_OF[part][0], layer) for layer in layers]
-            places += [] if part == "anew" else [(PLACES_OF[part][-1], -1)]
-            lanes = [outputs[first], *map(between, layers[: len(places) - 1]), outputs[last]]
+            places = [(PLACES_OF[part][0], *of) for of in (stored if part == "kept" else [(layer, "") for layer in layers])]
+            places += [] if part == "anew" else [(PLACES_OF[part][-1], -1, "")]
+            lanes = [outputs[first], *map(between, range(len(places) - 1)), outputs[last]]
             logits, share = [lane.logits.double() for lane in lanes], lengths[part] / sum(lengths.values())
             distances = torch.stack([(a - b).norm() for a, b in itertools.pairwise(logits)]).tolist()
             rows += [
-                {"place": place, "layer": layer, "l2": length, "share": share * length / sum(distances)}
-                for (place, layer), length in zip(places, distances, strict=True)
+                dict(zip(COLUMNS, (*place, length, share * length / sum(distances)), strict=True))
+                for place, length in zip(places, distances, strict=True)
             ]
     return pd.DataFrame(rows, columns=COLUMNS)

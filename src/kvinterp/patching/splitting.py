@@ -65,6 +65,8 @@ DIFFERENCES = {
 """The two lanes of each difference. ``decoded`` is remade and alone together, ``state`` all but fresh. In each ``null_`` the
 recompute path computes the same rows among more rows; ``null`` is that for the whole path."""
 
+K_V = ("K", "V")
+"""What attention reads of a layer's cache."""
 KeysValues = Sequence[Sequence[Tensor]]
 """K and V of every layer, each ``[1, kv_head, position, head_dim]`` from position 0 on."""
 
@@ -105,11 +107,11 @@ class Rows(PathHook):
     Args:
         cache: The keys and values that replace them.
         stop: One past the last position to replace; 0 replaces nothing.
-        layers: The layers; all for None.
+        tensors: Which of :data:`K_V` of which layers; all for None.
     """
 
-    def __init__(self, cache: KeysValues = (), stop: int = 0, layers: Collection[int] | None = None) -> None:
-        self.cache, self.stop, self.layers = cache, stop, layers
+    def __init__(self, cache: KeysValues = (), stop: int = 0, tensors: Collection[tuple[str, int]] | None = None) -> None:
+        self.cache, self.stop, self.tensors = cache, stop, tensors
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
         """Writes into the rows' own memory, because for other strides a kernel may add up in another order.
@@ -120,11 +122,14 @@ class Rows(PathHook):
             UnsupportedError: The cache does not say which positions it still holds.
         """
         stop = min(self.stop, place.stop)
-        if stop <= place.start or (self.layers is not None and place.layer not in self.layers):
+        every = dict(zip(K_V, (keys, values), strict=True))
+        asked = [name for name in every if self.tensors is None or (name, place.layer) in self.tensors]
+        if stop <= place.start or not asked:
             return
         place.check_whole("keys and values")
-        for tensor, source in zip((keys, values), self.cache[place.layer], strict=True):
-            tensor[:, :, : stop - place.start].copy_(source[:, :, place.start : stop])
+        sources = dict(zip(K_V, self.cache[place.layer], strict=True))
+        for name in asked:
+            every[name][:, :, : stop - place.start].copy_(sources[name][:, :, place.start : stop])
 
 
 class _Observer(Donor):
