@@ -157,6 +157,17 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "max_new_tokens": Changes(4),
         },
     ),
+    "which-run": (
+        {"model": SMALL, **_ONE, "max_new_tokens": 3},
+        {
+            **_MODEL,
+            **_PROMPTS,
+            "run_by": Changes("cached+int4"),
+            "layers": Changes((0, 1)),
+            "max_new_tokens": Changes(4),
+            "top": Changes(2),
+        },
+    ),
     "equivalent-noise": (
         {"model": SMALL, **_ONE, "policies": ("int4",), "max_new_tokens": 2},
         {**_MODEL, **_PROMPTS, "policies": Changes(("int8",)), "max_new_tokens": Changes(3)},

@@ -27,6 +27,7 @@ VERBS = {
     "compare": ("compare", MODEL, *SMALL, "--max-new-tokens", "3"),
     "patch": ("patch", MODEL, *SMALL, "--max-new-tokens", "3", "--controls", "quick"),
     "attention": ("attention", MODEL, "--prompts", "arithmetic:1", "--device", "cpu", "--step", "1"),
+    "which-run": ("which-run", MODEL, *SMALL, "--max-new-tokens", "3"),
     "decompose": ("decompose", MODEL, *SMALL, "--max-new-tokens", "3"),
     "audit": (
         *("audit", MODEL, "--lengths", "5", "--steps", "1", "--rungs", "float32"),

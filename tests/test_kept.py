@@ -42,13 +42,14 @@ def found(model: Any) -> dict[str, Result]:
         "patch": kv.sweep(model, asked, "kv", direction="into-cached", recompute=OTHER, controls="quick", **how),
         "patch without controls": kv.sweep(model, asked, controls="none", **how),
         "decompose": kv.decompose(model, asked, recompute=OTHER, **how),
+        "which-run": kv.which_run(model, asked, max_new_tokens=3),
         "localise": kv.localise(model, asked[0], recompute=OTHER),
         "localise nothing": kv.localise(model, asked[0], dtype="float64"),
         "kernels": kv.kernels_table(model, sizes=(1, 2)),
     }
 
 
-ALL = ("compare", "patch", "patch without controls", "decompose", "localise", "localise nothing", "kernels")
+ALL = ("compare", "patch", "patch without controls", "decompose", "which-run", "localise", "localise nothing", "kernels")
 
 
 PLACED = ("VERB", "folder", "files", "settings", "choices", "experiment", "_own", "_of")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kvinterp.commands.keeping import experiment, load
     from kvinterp.comparison import Comparison, compare
     from kvinterp.comparison.lens import logit_lens
+    from kvinterp.comparison.which_run import WhichRun, which_run
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.engines.matching import SiteMatches, match_sites
     from kvinterp.engines.traces import compare_traces
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "comparison": ("Comparison", "compare"),
     "comparison.lens": ("logit_lens",),
+    "comparison.which_run": ("WhichRun", "which_run"),
     "data": ("Prompt", "load_prompts"),
     "errors": ("CacheNotReadWarning", "InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
     "commands.keeping": ("experiment", "load"),
@@ -110,6 +112,7 @@ __all__ = [
     "Trace",
     "UnsupportedError",
     "Verdict",
+    "WhichRun",
     "__version__",
     "activation_patching",
     "attention_comparison",
@@ -138,6 +141,7 @@ __all__ = [
     "run",
     "steer",
     "sweep",
+    "which_run",
     "wrap",
 ]
 

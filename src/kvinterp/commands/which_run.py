@@ -1,0 +1,57 @@
+"""Hold the run that wrote each text against a clean forward over the finished text, and what is read off the activations.
+
+Beside both stands the null: the same forward with as many tokens more behind the text.
+"""
+
+from __future__ import annotations
+
+from kvinterp.commands.kit import Cell, Made, OfModel, Parts, Result, joined, load_prompts, option, shared
+from kvinterp.comparison.which_run import (
+    GENERATE,
+    WhichRun,
+    charts_of_runs,
+    headline_of_runs,
+    rows_of_runs,
+    which_run,
+)
+from kvinterp.paths import path_named
+
+
+class WhichRunWrote(OfModel):
+    """Which run do your activations come from: the one that wrote the text, or its recomputation?"""
+
+    RESULT = WhichRun
+    headline = staticmethod(headline_of_runs)
+    rows = staticmethod(rows_of_runs)
+    charts = staticmethod(charts_of_runs)
+
+    prompts: str = shared("prompts")
+    run_by: str = option(
+        GENERATE, "What writes the texts: generate (the model's own), or a path such as cached+int8.", flag="--run"
+    )
+    layers: tuple[int, ...] | None = option(None, "Layers to look at, such as 0,2,-1. Default: all.", example="0,2,-1")
+    max_new_tokens: int = option(32, "The most tokens of a text.", min=2)
+    top: int = option(32, "How many of the largest neurons are held against each other.", min=1)
+
+    def check(self) -> None:
+        """The path too."""
+        super().check()
+        if self.run_by != GENERATE:
+            path_named(self.run_by)
+
+    def cells(self) -> list[Cell]:
+        """A cell a prompt."""
+        return [Cell(f"example-{n}", self.held, {"number": n}) for n in range(len(load_prompts(self.prompts)))]
+
+    def held(self, number: int) -> Made:
+        """One text."""
+        options = self.choices("layers", "max_new_tokens", "top")
+        prompt = load_prompts(self.prompts)[number]
+        found = which_run(self.adapter(), [prompt], run=self.run_by, first=number, **options)
+        return found.tables, found.provenance
+
+    def reduce(self, parts: Parts) -> Result:
+        """All texts."""
+        tables = joined(parts)
+        about = next(about for _, about in parts.values())
+        return WhichRun(tables["distances"], tables["readouts"], about)

@@ -1,0 +1,356 @@
+"""The run that wrote a text beside its recomputation: how far apart they are inside, and what a reader of activations sees of it.
+
+Activations of generated text are nearly always those of a clean forward over the finished text. That is another run than the
+one that chose the tokens. Both are recorded here on the same tokens, and beside them a null: the same recomputation with as
+many tokens more behind the text, which on paper changes nothing at the text's own positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, cast
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from kvinterp import metrics
+from kvinterp.common.checks import check_whole
+from kvinterp.common.numbers import counted, models_of, number
+from kvinterp.common.result import Contents, Result, signed
+from kvinterp.errors import InputError, shown, unexpected
+from kvinterp.findings import Chart, Finding, Panel, finding, median_of
+from kvinterp.models import Adapter, wrap
+from kvinterp.models.attaching import Site
+from kvinterp.models.hook_names import place_of, places_of
+from kvinterp.models.inputs import encode_all
+from kvinterp.models.provenance import provenance
+from kvinterp.models.sites import LAYOUTS
+from kvinterp.models.threads import own_threads
+from kvinterp.paths import ExecutionPath, path_named, run
+from kvinterp.recording import Generation, generated, record
+from kvinterp.recording.generation import Pass, Stitched
+
+PROBES = 64
+"""Random directions of a residual stream that stand in for probes where none are given."""
+GENERATE = "generate"
+"""The run of the model's own ``generate``."""
+
+
+class Encoder(Protocol):
+    """Anything with features: SAELens's ``SAE``, or a module of one's own with this method."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Returns the activations of the features, ``[..., feature]``; a feature fires where its activation is not 0."""
+
+
+Change = Callable[[Tensor, Tensor], Tensor]
+"""A function of a site's rows of two runs, ``[position, ...]``: the share that differs at each position."""
+
+
+@dataclasses.dataclass(repr=False)
+class WhichRun(Result):
+    """Two runs of the same texts, by site, layer and position.
+
+    Attributes:
+        distances: One row an example, site, layer and position: ``part`` (prompt or generated), ``relative_l2`` (the norm of
+            the difference over the norm of the recomputation), and ``null``, the same of two recomputations.
+        readouts: One row an example, readout, site, layer and position: ``changed``, the share that differs (of the top
+            neurons, of features that fire in either run, of probes' signs, of heads' argmaxes), and ``null``.
+        provenance: The runs, model and machine.
+    """
+
+    VERB: ClassVar = "which-run"
+
+    distances: pd.DataFrame
+    readouts: pd.DataFrame
+    provenance: dict[str, Any]
+
+    def __repr__(self) -> str:
+        """Names the model, the run and the number of texts in one line."""
+        texts = self.distances["example"].nunique()
+        return f"<WhichRun of {models_of([self.provenance])}: {self.provenance['run']}, {counted(texts, 'text')}>"
+
+    def written(self) -> Contents:
+        """Returns both tables with their provenance, and the summary."""
+        tables = {"distances": self.distances, "readouts": self.readouts}
+        return signed(tables, self.provenance), {"provenance": self.provenance}
+
+    @classmethod
+    def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> WhichRun:
+        """Makes the result of its tables."""
+        return cls(tables["distances"], tables["readouts"], dict(summary["provenance"]))
+
+    def overview(self) -> pd.DataFrame:
+        """One row a readout, site and layer: the share that differs at generated positions, its null, and n."""
+        rows = self.readouts.query("part == 'generated'").groupby(["readout", "site", "layer"], as_index=False)
+        return rows.agg(changed=("changed", "mean"), null=("null", "mean"), positions=("changed", "size"))
+
+    def forks(self) -> pd.DataFrame:
+        """The positions at which the runs part further than any position of the null does, the furthest first."""
+        table = self.distances
+        limit = table.groupby(["site", "layer"])["null"].transform("max")
+        return table[table["relative_l2"] > limit].sort_values("relative_l2", ascending=False, ignore_index=True)
+
+
+def which_run(
+    model: Any,
+    prompts: Any,
+    layers: Iterable[int] | int | None = None,
+    *,
+    run: str | ExecutionPath = GENERATE,
+    max_new_tokens: int = 32,
+    top: int = 32,
+    probes: Mapping[Any, Tensor] | None = None,
+    features: Mapping[Any, Encoder] | None = None,
+    first: int = 0,
+) -> WhichRun:
+    """Holds the run that wrote each text against its recomputation, one forward over the finished text.
+
+    Args:
+        model: A model of any kind, or an adapter.
+        prompts: One prompt or a list.
+        layers: Layers to look at (default: all).
+        run: ``"generate"``, the model's own ``generate``, greedy; or a path such as ``"cached+int8"``.
+        max_new_tokens: Most tokens of a text.
+        top: How many neurons of the largest magnitude are held against each other.
+        probes: Directions by site and layer, ``{("resid_post", 3): [probe, width]}``; a probe decides by the sign of its
+            product with a row. Default: random directions at every layer, drawn from seed 0, as stand-ins.
+        features: Objects with ``encode(x)`` (SAELens's ``SAE``, a ``torch.nn.Module``), by site and layer, or by a hook's name.
+        first: The number of the first prompt.
+
+    Raises:
+        InputError: Something given does not fit the model.
+        UnsupportedError: The model cannot give a site, or has no ``generate``.
+
+    Example:
+        >>> kv.which_run(model, prompts, features={("resid_post", 3): sae}).overview()  # doctest: +SKIP
+    """
+    adapter = wrap(model)
+    check_whole("top", top, 1)
+    tokens = encode_all(adapter, prompts, max_new_tokens)
+    readings = _readings(adapter, layers, top, probes, features)
+    names = list(dict.fromkeys([*_sites(adapter), *(site for site, _ in readings)]))
+    _, places = places_of(adapter, names, layers)
+    places = list(dict.fromkeys([*places, *readings]))
+    path = run if run == GENERATE else path_named(cast(Any, run))
+    distances, readouts = [], []
+    with own_threads(adapter), torch.no_grad(), adapter.one_call():
+        for example, prompt in enumerate(tokens, first):
+            wrote = _wrote(adapter, prompt, path, places, max_new_tokens)
+            fed = wrote.text[: len(wrote.positions)]
+            more = fed[: adapter.facts.context - len(fed)]
+            alone, longer = (_recomputed(adapter, text, places) for text in (fed, fed + more))
+            for place in places:
+                rows = [_rows(tensor, place[0], len(fed)) for tensor in (wrote[place], alone[place], longer[place])]
+                base = _positions(wrote).assign(example=example, site=place[0], layer=place[1])
+                # A text that fills the context leaves no room for a null.
+                apart, null = _apart(rows[0], rows[1]), _apart(rows[2], rows[1]) if more else np.nan
+                distances.append(base.assign(relative_l2=apart, null=null))
+                for readout, change in readings.get(place, ()):
+                    seen = (change(rows[0], rows[1]), change(rows[2], rows[1]))
+                    changed, control = (shares.double().cpu().numpy() for shares in seen)
+                    readouts.append(base.assign(readout=readout, changed=changed, null=control if more else np.nan))
+    about = provenance(
+        adapter, run=str(path), max_new_tokens=max_new_tokens, top=top, probes="random" if probes is None else "given"
+    )
+    return WhichRun(pd.concat(distances, ignore_index=True), pd.concat(readouts, ignore_index=True), about)
+
+
+# The runs ----------------------------------------------------------------------------------------------------------------
+
+
+def _sites(adapter: Adapter) -> list[str]:
+    """What every model is asked for, as far as it has it."""
+    return ["resid_post", *(site for site in ("post", "pattern") if adapter.supports(site, adapter.facts.layers - 1))]
+
+
+def _wrote(
+    adapter: Adapter, prompt: Sequence[int], path: str | ExecutionPath, places: Sequence[Site], steps: int
+) -> Generation:
+    """The run that wrote the text."""
+    sites, layers = list(dict.fromkeys(site for site, _ in places)), sorted({layer for _, layer in places})
+    if isinstance(path, str):
+        return generated(adapter, prompt, sites, layers, max_new_tokens=steps)[0]
+    how: dict[str, Any] = {"record": sites, "layers": layers, "positions": "all", "max_new_tokens": steps}
+    trace = run(adapter, list(prompt), path, **how)
+    count, cut = len(trace.prompt) + len(trace.fed), len(trace.prompt)
+    if path.form == "recompute":
+        records: Mapping[Site, Tensor] = {place: rows[-1] for place, rows in trace.records.items()}
+    else:
+        passes = [Pass(0, cut, 0), *(Pass(at, at + 1, at) for at in range(cut, count))]
+        pieces = {place: [tensor[None] for tensor in rows] for place, rows in trace.records.items()}
+        records = Stitched(pieces.__getitem__, list(pieces), passes, 0, (0, count))
+    return Generation(trace.prompt, trace.tokens, records, tuple(range(count)), str(path))
+
+
+def _recomputed(adapter: Adapter, text: Sequence[int], places: Sequence[Site]) -> Mapping[Site, Tensor]:
+    """What one forward without a cache computes over a text."""
+    sites, layers = list(dict.fromkeys(site for site, _ in places)), sorted({layer for _, layer in places})
+    with record(adapter, sites, layers, positions="all") as seen, adapter.own_state([]):
+        adapter.forward(torch.tensor([text], device=adapter.device))
+    return {place: tensors[0][0] for place, tensors in seen.kept.items()}
+
+
+def _rows(tensor: Tensor, site: str, count: int) -> Tensor:
+    """A site's rows with the position first: ``[position, ...]``, for a pattern ``[position, head, key]``."""
+    if not LAYOUTS[site].keys:
+        return tensor[:count]
+    return tensor[:, :count, :count].transpose(0, 1)
+
+
+def _positions(text: Generation) -> pd.DataFrame:
+    positions = np.array(text.positions)
+    part = np.where(positions < len(text.prompt), "prompt", "generated")
+    tokens = np.array(text.text)[positions]
+    return pd.DataFrame({"position": positions, "token": tokens, "part": part})
+
+
+def _apart(a: Tensor, b: Tensor) -> np.ndarray:
+    """The norm of the difference of each row over the norm of the second."""
+    a, b = (rows.double().flatten(1) for rows in (a, b))
+    return cast(np.ndarray, ((a - b).norm(dim=1) / b.norm(dim=1).clamp(min=1e-300)).cpu().numpy())
+
+
+# What is read off them ---------------------------------------------------------------------------------------------------
+
+
+def _readings(
+    adapter: Adapter,
+    layers: Iterable[int] | int | None,
+    top: int,
+    probes: Mapping[Any, Tensor] | None,
+    features: Mapping[Any, Encoder] | None,
+) -> dict[Site, list[tuple[str, Change]]]:
+    """What is read off each site and layer."""
+    _, places = places_of(adapter, _sites(adapter), layers)
+    found: dict[Site, list[tuple[str, Change]]] = {}
+    for place in places:
+        if place[0] == "post":
+            found.setdefault(place, []).append((f"top {top} neurons", _top_changed(top)))
+        if place[0] == "pattern":
+            found.setdefault(place, []).append(("argmax of a head", _argmax_changed))
+    if probes is None:
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(PROBES, adapter.facts.width, generator=generator, dtype=torch.float64)
+        probes = {place: drawn for place in places if place[0] == "resid_post"}
+        name = "sign of a random probe"
+    else:
+        name = "sign of a probe"
+    for key, directions in probes.items():
+        found.setdefault(_place(adapter, key, "probes"), []).append((name, _signs_changed(directions)))
+    for key, encoder in (features or {}).items():
+        if not callable(getattr(encoder, "encode", None)):
+            raise unexpected("features", encoder, "by site and layer an object with encode(x), such as SAELens's SAE")
+        found.setdefault(_place(adapter, key, "features"), []).append(("feature that fires", _features_changed(encoder)))
+    return found
+
+
+def _place(adapter: Adapter, key: Any, what: str) -> Site:
+    place = place_of(key)
+    if not (isinstance(place, tuple) and len(place) == 2) or place[0] not in LAYOUTS or not LAYOUTS[place[0]].gathers:
+        raise InputError(
+            f"{what} were given for {shown(key)}: expected a site with a vector at each position and a layer, such as "
+            "('resid_post', 3), or a hook such as 'blocks.3.hook_resid_post'."
+        )
+    places_of(adapter, [place[0]], [place[1]])
+    return cast(Site, place)
+
+
+def _top_changed(top: int) -> Change:
+    def change(a: Tensor, b: Tensor) -> Tensor:
+        count = min(top, a.shape[-1])
+        picked = [
+            torch.zeros(rows.shape, dtype=torch.bool).scatter(1, rows.cpu().abs().topk(count).indices, True)
+            for rows in (a, b)
+        ]
+        return 1 - (picked[0] & picked[1]).sum(1) / count
+
+    return change
+
+
+def _argmax_changed(a: Tensor, b: Tensor) -> Tensor:
+    return (a.argmax(-1) != b.argmax(-1)).double().mean(1)
+
+
+def _signs_changed(directions: Tensor) -> Change:
+    def change(a: Tensor, b: Tensor) -> Tensor:
+        scores = [rows.double().flatten(1) @ directions.double().to(rows.device).T for rows in (a, b)]
+        return ((scores[0] > 0) != (scores[1] > 0)).double().mean(1)
+
+    return change
+
+
+def _features_changed(encoder: Encoder) -> Change:
+    """Of the features that fire in either run, those that fire in one alone."""
+
+    def change(a: Tensor, b: Tensor) -> Tensor:
+        dtype = next((p.dtype for p in getattr(encoder, "parameters", list)()), torch.float32)
+        fires = [encoder.encode(rows.to(dtype)) != 0 for rows in (a, b)]
+        return (fires[0] ^ fires[1]).sum(1) / (fires[0] | fires[1]).sum(1).clamp(min=1)
+
+    return change
+
+
+# What was found ----------------------------------------------------------------------------------------------------------
+
+
+def headline_of_runs(result: WhichRun) -> list[str]:
+    """How far the run that wrote the texts is from its recomputation, beside the null, and what changes for a reader."""
+    streams = result.distances.query("site == 'resid_post'")
+    written, prompt = (streams[streams["part"] == part] for part in ("generated", "prompt"))
+    if written.empty:
+        return ["No text was written: nothing was fed behind a prompt."]
+    size, null = written["relative_l2"].median(), written["null"].median()
+    beside = "the null is exactly 0" if not null else f"{number(size / null)} times the null, {number(null)}"
+    said = (
+        f"The run that wrote {counted(result.distances['example'].nunique(), 'text')} ({result.provenance['run']}) is not its "
+        f"recomputation: residual streams at generated positions differ by {number(size)} of their norm (median; {beside}), at "
+        f"prompt positions by {number(prompt['relative_l2'].median())}."
+    )
+    if not streams["relative_l2"].any():
+        said = "The run that wrote the texts and its recomputation have the same residual streams, bit for bit."
+    table = result.readouts.query("part == 'generated'").groupby("readout", sort=False)[["changed", "null"]].mean()
+    shares = "; ".join(f"{name} {_share(row.changed)} (null {_share(row.null)})" for name, row in table.iterrows())
+    return [said, f"What changes at a generated position: {shares}."]
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+def rows_of_runs(result: WhichRun) -> Iterator[Finding]:
+    """The distance of each site and part, and each readout over all layers and in the layer where it changes most."""
+    for (site, part), table in result.distances.groupby(["site", "part"], sort=False):
+        null = table["null"].median()
+        yield median_of(
+            "median distance of the run from its recomputation", table["relative_l2"], table["example"],
+            null=null, unit="texts", measure="of the norm", site=site, part=part,
+        )  # fmt: skip
+    written = result.readouts.query("part == 'generated'")
+    for readout, table in written.groupby("readout", sort=False):
+        mean = metrics.mean_of(table["changed"], table["example"])
+        worst = table.groupby("layer")["changed"].mean()
+        note = f"most in layer {worst.idxmax()}, {_share(worst.max())}" if worst.max() else ""
+        yield finding(
+            "share that differs at a generated position", mean.effect, (mean.low, mean.high), table["example"].nunique(),
+            "texts", "%", null=table["null"].mean(), note=note, readout=readout,
+        )  # fmt: skip
+
+
+def charts_of_runs(result: WhichRun) -> dict[str, Chart]:
+    """Distance and readouts by layer, each beside its null."""
+    keys = ["site", "layer"]
+    medians = result.distances.groupby([*keys, "part"], as_index=False)[["relative_l2", "null"]].median()
+    nulls = medians.query("part == 'generated'").assign(relative_l2=lambda table: table["null"], part="null")
+    distances = pd.concat([medians, nulls], ignore_index=True)
+    means = result.overview().melt(["readout", "layer"], ["changed", "null"], "run", "share")
+    shares = means.groupby(["readout", "layer", "run"], as_index=False)["share"].mean()
+    panels = [
+        Panel(distances, "layer", "relative_l2", "line", color="part", facet="site", label="distance / norm\n(median)"),
+        Panel(shares, "layer", "share", "line", color="run", facet="readout", label="share that differs\n(mean)",
+              names={"changed": "generated", "null": "null"}),
+    ]  # fmt: skip
+    return {"which_run": Chart("The run that wrote the text, beside its recomputation", panels)}

@@ -1,0 +1,103 @@
+"""The run that wrote a text beside its recomputation: what is equal is said equal, and shares are those counted by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kvinterp as kv
+from kvinterp.comparison.which_run import headline_of_runs, rows_of_runs
+
+PROMPTS = ["12 + 30 =", "45 + 11 ="]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return kv.load_model("zoo:gqa2-mini", kind="native", dtype="float32")
+
+
+class Above(nn.Module):
+    """Features that fire where a direction of the stream is above a threshold."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(40, width, generator=torch.Generator().manual_seed(1)))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ self.weight.T - 1.0)
+
+
+def test_a_recomputation_is_its_own(model: Any) -> None:
+    """The run of the recompute path is the forward over the finished text: nothing differs, and the sentence says so."""
+    found = kv.which_run(model, PROMPTS[:1], run="recompute", max_new_tokens=5)
+    assert not found.distances["relative_l2"].any()
+    assert not found.readouts["changed"].any()
+    assert headline_of_runs(found)[0].endswith("bit for bit.")
+    assert found.forks().empty
+
+
+def test_a_cache_in_four_bits_is_another_run(model: Any) -> None:
+    """It is beyond the null at every generated position, and what is read off the streams changes."""
+    place = ("resid_post", 3)
+    features = {place: Above(model.facts.width)}
+    found = kv.which_run(model, PROMPTS, run="cached+int4", max_new_tokens=6, features=features)
+    written = found.distances.query("part == 'generated' and site == 'resid_post'")
+    assert (written["relative_l2"] > written["null"].max()).all()
+    assert set(found.forks()["part"]) == {"generated"}
+    mean = found.overview().groupby("readout")[["changed", "null"]].mean()
+    assert set(mean.index) == {"argmax of a head", "feature that fires", "sign of a random probe", "top 32 neurons"}
+    assert mean.loc["top 32 neurons", "changed"] > mean.loc["top 32 neurons", "null"]
+    texts = " ".join(headline_of_runs(found))
+    assert "(cached+int4) is not its recomputation" in texts
+    assert {row["n"] for row in rows_of_runs(found)} == {2}
+
+
+@torch.no_grad()
+def test_shares_are_those_counted_by_hand(model: Any) -> None:
+    """Of the features that fire in either run, those of one run alone; of the probes, those whose sign changes."""
+    place, encoder = ("resid_post", 2), Above(model.facts.width)
+    (text,) = kv.generated(model, PROMPTS[0], "resid_post,post,pattern", max_new_tokens=6)
+    with kv.record(model, "resid_post,post,pattern", positions="all") as seen:
+        model.forward(torch.tensor([text.text[:-1]]))
+    found = kv.which_run(
+        model,
+        PROMPTS[0],
+        max_new_tokens=6,
+        top=3,
+        features={place: encoder},
+        probes={"blocks.2.hook_resid_post": encoder.weight},
+    )
+
+    def changed(readout: str) -> Tensor:
+        rows = found.readouts.query("readout == @readout and layer == 2")
+        return torch.tensor(rows.sort_values("position")["changed"].to_numpy())
+
+    runs = text[place], seen[place][0]
+    fires = [encoder.encode(rows) > 0 for rows in runs]
+    either = (fires[0] | fires[1]).sum(1).clamp(min=1)
+    assert torch.equal(changed("feature that fires"), ((fires[0] != fires[1]).sum(1) / either).double())
+    signs = [rows.double() @ encoder.weight.double().T > 0 for rows in runs]
+    assert torch.equal(changed("sign of a probe"), (signs[0] != signs[1]).double().mean(1))
+    neurons = [rows.abs().topk(3).indices.tolist() for rows in (text["post", 2], seen["post", 2][0])]
+    share = [1 - len(set(a) & set(b)) / 3 for a, b in zip(*neurons, strict=True)]
+    assert torch.allclose(changed("top 3 neurons"), torch.tensor(share, dtype=torch.float64))
+    apart = (runs[0] - runs[1]).double().norm(dim=1) / runs[1].double().norm(dim=1)
+    table = found.distances.query("site == 'resid_post' and layer == 2")
+    assert torch.allclose(torch.tensor(table["relative_l2"].to_numpy()), apart)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"features": {("resid_post", 3): object()}}, "an object with encode"),
+        ({"features": {"pattern": Above(128)}}, "a site with a vector at each position"),
+        ({"probes": {("resid_post", 9): torch.ones(1, 128)}}, "layer"),
+        ({"run": "chached"}, "chached"),
+    ],
+)
+def test_what_does_not_fit(model: Any, given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(kv.InputError, match=sentence):
+        kv.which_run(model, PROMPTS[0], max_new_tokens=2, **given)
