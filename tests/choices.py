@@ -331,6 +331,10 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
 ELSEWHERE = {
     ("compare-traces", "first"): "two dumps, in tests/experiments/test_compare_traces.py",
     ("compare-traces", "second"): "two dumps, in tests/experiments/test_compare_traces.py",
+    **{
+        ("turns", name): "conversations, in tests/experiments/test_turns_command.py"
+        for name in ("file", "cost", "model", "dtype", "kind", "device", "attention")
+    },
     ("chain", "prefill"): "policies under both readings, in tests/behaviour/test_chains.py and tests/policies",
     ("kernels", "seed"): "the prompt that is fed, in tests/auditing/test_shape_dependence.py",
     ("audit", "own_class"): "code of one's own, in tests/auditing/test_product.py",

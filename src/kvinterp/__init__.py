@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.engines.matching import SiteMatches, match_sites
     from kvinterp.engines.traces import compare_traces
+    from kvinterp.engines.turns import TurnsCheck, check_turns
     from kvinterp.errors import CacheNotReadWarning, InputError, KvinterpError, NonFiniteError, UnsupportedError
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
     from kvinterp.patching import (
@@ -110,6 +111,7 @@ __all__ = [
     "TopK",
     "TopP",
     "Trace",
+    "TurnsCheck",
     "UnsupportedError",
     "Verdict",
     "WhichRun",
@@ -117,6 +119,7 @@ __all__ = [
     "activation_patching",
     "attention_comparison",
     "audit",
+    "check_turns",
     "compare",
     "compare_traces",
     "decompose",

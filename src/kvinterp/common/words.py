@@ -37,7 +37,7 @@ Controls = Literal["all", "quick", "none"]
 ExperimentName = Literal[
     "attention", "audit", "behaviour", "chain", "compare", "compare-traces", "decompose", "equivalent-noise", "flip-law",
     "kernels", "kv-error", "layer-drift", "localisation", "mitigate", "paper", "patch", "root-cause", "susceptibility",
-    "which-run",
+    "turns", "which-run",
 ]  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from kvinterp.comparison.comparison import Comparison
 from kvinterp.comparison.recordable import COMPARED
 from kvinterp.comparison.rows import comparison_of_example, token_probability
 from kvinterp.comparison.tables import Differences
-from kvinterp.comparison.two_models import beside_float64
 from kvinterp.engines.matching import misnamed
+from kvinterp.engines.two_models import beside_float64
 from kvinterp.errors import InputError
 from kvinterp.models.attaching import Site
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
