@@ -293,7 +293,6 @@ VERBS: dict[str, Callable[[kv.Adapter], Any]] = {
     ),
     "decompose": lambda m: kv.decompose(m, PROMPT, max_new_tokens=3, progress="none"),
     "localise": lambda m: kv.localise(m, PROMPT),
-    "lens": lambda m: kv.logit_lens(m, PROMPT, max_new_tokens=3),
     "traces": lambda m: kv.compare_traces(*(kv.run(m, PROMPT, path, **KEPT) for path in ("cached", "cached+int4"))),
     "attention": lambda m: kv.attention_comparison(m, PROMPT, step=2).heads,
     "activation patching": lambda m: kv.activation_patching(m, PROMPT, OTHER, "resid_pre", progress="none"),

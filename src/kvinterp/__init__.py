@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvinterp.auditing.verdict import Verdict
     from kvinterp.commands.keeping import experiment, load
     from kvinterp.comparison import Comparison, compare
-    from kvinterp.comparison.lens import logit_lens
     from kvinterp.comparison.which_run import WhichRun, which_run
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.engines.matching import SiteMatches, match_sites
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "comparison": ("Comparison", "compare"),
-    "comparison.lens": ("logit_lens",),
     "comparison.which_run": ("WhichRun", "which_run"),
     "data": ("Prompt", "load_prompts"),
     "errors": ("CacheNotReadWarning", "InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
@@ -131,7 +129,6 @@ __all__ = [
     "load_model",
     "load_prompts",
     "localise",
-    "logit_lens",
     "match_sites",
     "mean_donor",
     "patch_panel",

@@ -8,6 +8,7 @@ import torch
 import kvinterp as kv
 from command_line import kvinterp
 from kvinterp.errors import InputError
+from kvinterp.models.unembedding import Unembedding
 from kvinterp.papers.studies.flip_law import FlipLaw, steps_of
 from support import Case
 
@@ -25,8 +26,10 @@ def test_the_steps_are_those_of_a_plain_comparison(kind: str, load) -> None:
     both = kv.compare(adapter, [prompt], "recompute", "cached+int4", max_new_tokens=8, record="", progress="none")
     expected = both.steps[both.steps["step"] > 0]
     assert coarse["flip"].tolist() == expected["flipped"].astype(bool).tolist()
-    wide = kv.run(adapter, prompt, "recompute[kernels=wide_unembedding]", max_new_tokens=len(both.steps), logits="keep")
-    top = torch.as_tensor(wide.logits[1 : len(coarse) + 1]).topk(2).values.T
+    last = adapter.facts.layers - 1
+    kept = kv.run(adapter, prompt, "recompute", max_new_tokens=len(both.steps), record="resid_post", layers=last)
+    streams = torch.stack([row.reshape(-1) for row in kept.records["resid_post", last][1 : len(coarse) + 1]])
+    top = Unembedding(adapter, torch.float32).logits(streams).topk(2).values.T
     for name, values in zip(("first", "second"), top, strict=True):
         # The norm in front is in 16 bits there and in float32 here.
         torch.testing.assert_close(torch.tensor(coarse[name].to_numpy()), values, rtol=0.02, atol=0.02)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 
 from kvinterp.commands.base import Experiment
-from kvinterp.comparison import lens
 from kvinterp.patching import ActivationPatching as Restored
 from kvinterp.patching import Cause
 from kvinterp.patching import findings as of
@@ -44,15 +43,5 @@ class Localise(OfFunction):
     RESULT = Cause
 
 
-class LogitLens(OfFunction):
-    """Behind which layer does the difference become visible in token space?"""
-
-    VERB = "logit-lens"
-    RESULT = lens.LogitLens
-    headline = staticmethod(of.headline_of_lens)
-    rows = staticmethod(of.rows_of_lens)
-    charts = staticmethod(of.charts_of_lens)
-
-
-FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (ActivationPatching, Localise, LogitLens)}
+FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (ActivationPatching, Localise)}
 """How what a function found is kept, by what the result says that made it."""

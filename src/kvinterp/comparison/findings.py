@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from kvinterp.comparison.comparison import Comparison
 
 
-TO_SEE_WHAT_CARRIES_IT = "what carries that kv.localise(model, prompt, cached=...) says, by layer and as K or V, and kvinterp patch --site cache_k"
+TO_SEE_WHAT_CARRIES_IT = (
+    "what carries that kv.localise(model, prompt, cached=...) says, by layer and as K or V, and kvinterp patch --site "
+    "cache_k"
+)
 
 
 def rows_of_comparison(comparison: Comparison) -> list[Finding]:

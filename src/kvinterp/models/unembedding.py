@@ -1,4 +1,4 @@
-"""Applies the final norm and the unembedding of any kind of model to any residual stream, in a wide dtype, for a logit lens.
+"""Applies the final norm and the unembedding of any kind of model to any residual stream, in a wide dtype.
 
 No module is looked for by name. The stream replaces the last block's output, and the model's own code computes the rest, with
 its own final norm, head and multipliers.

@@ -1,4 +1,4 @@
-"""Findings and charts of sweeps, decompositions, activation patching and logit lenses."""
+"""Findings and charts of sweeps, decompositions and activation patching."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from kvinterp.common.numbers import against, counted, every, number, percent, upper
+from kvinterp.common.numbers import counted, every, number, percent, upper
 from kvinterp.common.vocabulary import ANEW, PARTS, RECOVERED, UNCHANGED
 from kvinterp.findings import Chart, Finding, Panel, finding, median_of, only, place
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 
 if TYPE_CHECKING:
-    from kvinterp.comparison.lens import LogitLens
     from kvinterp.patching import ActivationPatching, Decomposition, Sweep
 
 NOTHING = "No step was decoded after the prefill: there is nothing to compare."
@@ -281,47 +280,6 @@ def charts_of_activation_patching(result: ActivationPatching) -> dict[str, Chart
                   scale="signed", columns=4)  # fmt: skip
     title = f"What {result.site} of the clean prompt restores in the corrupted one, by patches{of_model(result.provenance)}"
     return {"activation_patching": Chart(title, [panel], [f"n = {counted(result.pairs, 'pair')} of prompts"])}
-
-
-# The lens --------------------------------------------------------------------------------------------
-
-
-def headline_of_lens(lens: LogitLens) -> list[str]:
-    """Names the layers behind which the logits of the streams differ first, and most."""
-    table = lens.overview()
-    if table.empty:
-        return [NOTHING]
-    layers = table.iloc[1:-1]
-    paths = f"{against(lens.provenance)}, over {counted(int(table['steps'].iloc[-1]), 'decode step')}"
-    first = layers[layers["max_kl"] > 0]
-    if first.empty:
-        return [f"{paths}: read as logits the streams are equal behind every layer.", TO_SEE_A_DIFFERENCE]
-    most = layers.loc[layers["mean_kl"].idxmax()]
-    return [
-        f"{paths}: read as logits the residual stream differs first behind layer {int(first['layer'].iloc[0])}, and most behind "
-        f"layer {int(most['layer'])} (mean KL {number(most['mean_kl'])} nats)."
-    ]
-
-
-def rows_of_lens(lens: LogitLens) -> Iterator[Finding]:
-    """Mean KL behind every layer, and at how many steps the top token differs, both in float64."""
-    table = lens.overview()
-    for row in table.to_dict("records"):
-        last = row["layer"] == table["layer"].max()
-        name = "mean KL of the paths' own logits" if last else "mean KL of the residual stream read as logits"
-        note = f"another token is read at {counted(int(row['top_differs']), 'step')}"
-        yield finding(name, row["mean_kl"], n=row["steps"], unit="steps", measure="nats", note=note, layer=row["layer"])
-
-
-def charts_of_lens(lens: LogitLens) -> dict[str, Chart]:
-    """Charts the KL between the paths' logits behind every layer."""
-    later, paths = lens.table[lens.table["step"] > 0], lens.provenance["paths"]
-    if later.empty:
-        return {}
-    panel = Panel(later, "layer", "kl", "medians", label=f"KL({paths['a']} || {paths['b']}), nats".replace("[", "\n["),
-                  xlabel="layer (-1: what enters the first; the last: the paths' own logits)")  # fmt: skip
-    notes = [f"{against(lens.provenance)}, matched"]
-    return {"logit_lens": Chart("The residual streams read as logits (points: steps; line: median)", [panel], notes)}
 
 
 def of_model(about: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from kvinterp.paths.kernels import (
     KERNELS,
     BatchInvariant,
-    FlashDecoding,
     Kernels,
     LayerCast,
     Native,
@@ -21,7 +20,6 @@ __all__ = [
     "BatchInvariant",
     "Cached",
     "ExecutionPath",
-    "FlashDecoding",
     "Greedy",
     "Kernels",
     "LayerCast",

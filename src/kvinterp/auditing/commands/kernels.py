@@ -31,9 +31,7 @@ class Kernels(Experiment):
     random_init: bool = shared("random_init")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
-    kernels: str = option(
-        "native", "The kernels to examine: native, batch_invariant, split_k(4,float16), flash_decoding(4), layer_cast, ..."
-    )
+    kernels: str = option("native", "The kernels to examine: native, batch_invariant, split_k(4,float16), layer_cast, ...")
     sizes: tuple[int, ...] = option(
         (1, 2, 17, 64, 128, 257), "The numbers of rows, and of keys, to compare.", example="1,2,17,64"
     )

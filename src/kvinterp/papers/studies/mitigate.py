@@ -67,7 +67,6 @@ class Mitigate(OfModel):
             "cached[refresh=1]",
             "cached[smooth=0.5]",
             "cached[kernels=layer_cast]",
-            "cached[kernels=wide_unembedding]",
             "cached[kernels=batch_invariant]",
         ),
         "A mitigation, written as a path (docs/paths.md); may be given several times.",

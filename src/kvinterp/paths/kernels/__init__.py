@@ -8,11 +8,8 @@ reaches a HookedTransformer, a bridge and a transformers model alike, and leaves
 ``native``                             the machine's kernels
 ``split_k(parts,accumulate)``          a product of one row is added up in parts, as GPU libraries do: the order
                                        then depends on the number of rows, which is what a cache changes
-``flash_decoding(parts,accumulate)``   attention of one row is computed over parts of the keys, each with a softmax
-                                       of its own, merged by their log-sum-exp
 ``batch_invariant``                    one fixed order for every product, norm and softmax, whatever the shape
 ``layer_cast``                         16-bit weights, everything computed in float32 (Yuan et al. 2025, LayerCast)
-``wide_unembedding``                   16 bits up to the last residual stream, logits in float32
 =====================================  ==========================================================================
 
 Which library does which stands in ``docs/kernels.md``.
@@ -20,23 +17,19 @@ Which library does which stands in ``docs/kernels.md``.
 
 from kvinterp.paths.kernels.base import KernelMode, Kernels
 from kvinterp.paths.kernels.batch_invariant import BatchInvariant
-from kvinterp.paths.kernels.flash_decoding import FlashDecoding
 from kvinterp.paths.kernels.layer_cast import LayerCast
 from kvinterp.paths.kernels.native import Native
 from kvinterp.paths.kernels.registry import KERNELS, kernels_named
 from kvinterp.paths.kernels.split_k import OPERATIONS, SplitK
-from kvinterp.paths.kernels.wide_unembedding import WideUnembedding
 
 __all__ = [
     "KERNELS",
     "OPERATIONS",
     "BatchInvariant",
-    "FlashDecoding",
     "KernelMode",
     "Kernels",
     "LayerCast",
     "Native",
     "SplitK",
-    "WideUnembedding",
     "kernels_named",
 ]
