@@ -187,3 +187,28 @@ def test_what_another_library_ran_is_judged_as_an_engine() -> None:
     assert kv.audit(native, against=trace).exit_code == 1
     with pytest.raises(kv.InputError, match="logits='keep'"):
         kv.audit(native, against=kv.run(hooked, [1, 20, 30], "recompute", max_new_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("made", "word", "says"),
+    [
+        (lambda run, k: run["resid_post", k].bfloat16().float() * 1.0, "unexplained", "first resid_post of layer 1"),
+        (lambda run, k: run["resid_post", k], "rounding", "are what their names say, to rounding"),
+        (lambda run, k: run["resid_post", k - 1], "misaligned", "both arrays are one layer early"),
+        (lambda run, k: run["mlp_out", k], "misaligned", "both arrays are mlp_out of their layer"),
+    ],
+)
+def test_hidden_states_are_judged_beside_log_probs(made: Any, word: str, says: str) -> None:
+    """nnsight#630: log-probs were right, and the rows called the layer's output were its MLP's output alone: it passed."""
+    model = kv.load_model("zoo:llama64-mini", kind="native", dtype="float32")
+    ids = list(model.encode("Question: Ben has 3 pens and buys 4 more. How many pens does Ben have?"))
+    run = kv.run(model, ids, "cached", max_new_tokens=20, stop="length", logits="keep", record="resid_post,mlp_out")
+    hidden = {("resid_post", k): made(run, k) for k in (1, 2)}
+    given = kv.Trace.from_arrays(ids, run.tokens, run.logits, path="engine", dtype="float32", hidden=hidden)
+    found = kv.audit(model, against=given)
+    assert found.verdict == word, str(found)
+    assert says in " ".join(found.reading.split()), str(found)
+    assert found.exit_code == (word != "rounding")
+    if word != "rounding":
+        assert found.reading.startswith(f"FAIL  {word}  another engine's hidden states against zoo:llama64-mini")
+        assert kv.audit(model, against=given, allow=(word,)).exit_code == 0

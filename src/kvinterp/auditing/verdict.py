@@ -29,7 +29,7 @@ VERDICTS = {
     "bug": "a tensor is wrong, or a use that the model offers crashes: nothing that was taken away takes its error away",
     "unexplained": "the logits differ by more than the errors of all parts explain",
     "overflow": "NaN or Inf",
-    "misaligned": "the log-probs of another engine are of other tokens: shifted, or with another beginning",
+    "misaligned": "the log-probs of another engine are of other tokens, or its hidden states of another place",
     "processed": "the log-probs of another engine are after temperature or truncation",
     "policy": "a cache of ours with fewer bits does token by token what another engine does",
     "not-the-cache": "a use that was asked for by name is off with a cache and without one",

@@ -24,6 +24,7 @@ from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict, allowed
 from kvinterp.common.checks import check_callable, check_seed
 from kvinterp.common.numbers import listed
 from kvinterp.common.words import dtype_word
+from kvinterp.engines.hidden import with_hidden_states
 from kvinterp.engines.readers import read_engine
 from kvinterp.engines.side import TRUTH, Ours, Row, Side
 from kvinterp.engines.ways import RUNGS
@@ -86,7 +87,8 @@ def audit_engine(
             sides.append(Side(ours, "the trainer", turned, None, seed))
         for side in sides:
             side.judge()
-        return _verdict(adapter, paths, sides, ours, allow)
+        verdict = _verdict(adapter, paths, sides, ours, allow)
+        return with_hidden_states(adapter, source, verdict, allow) if isinstance(source, Trace) else verdict
 
 
 def unrounded(adapter: Adapter) -> Adapter:
