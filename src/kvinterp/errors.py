@@ -19,7 +19,11 @@ def visible(text: object) -> str:
     Names, ids and keys come from files that others wrote; printed as they are, they could move the cursor, recolour what
     follows or retitle the window. Line feeds and tabs stay.
     """
-    return "".join(c if c in "\n\t" or not _commands(c) else ascii(c)[1:-1] for c in str(text))
+    given = str(text)
+    # Nearly all that is said is plain, and it is said hundreds of thousands of times.
+    if given.isprintable():
+        return given
+    return "".join(c if c in "\n\t" or not _commands(c) else ascii(c)[1:-1] for c in given)
 
 
 def in_one_line(text: object) -> str:

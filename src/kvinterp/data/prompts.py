@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
@@ -60,7 +61,7 @@ def load_prompts(source: Any) -> list[Prompt]:
             return _unique(prompts_of(Path(source)), source)
         if _is_text(source):
             return [_from_item(0, source)]
-        return _unique(prompts_of(Path(source)), source) if _looks_like_file(source) else _generated(source)
+        return _unique(prompts_of(Path(source)), source) if _looks_like_file(source) else [*_generated(source)]
     prompts = [_from_item(index, item) for index, item in enumerate(source)]
     if not prompts:
         raise InputError("the sequence of prompts is empty: expected at least one text; add one.")
@@ -88,7 +89,9 @@ def _looks_like_file(source: str) -> bool:
     return inner.lower().endswith(_FILES) or "/" in inner or "\\" in inner
 
 
+@functools.lru_cache(maxsize=16)
 def _generated(source: str) -> list[Prompt]:
+    """The prompts of a generator: the same for the same text, so that a command that asks several times makes them once."""
     name, *numbers = (part.strip() for part in source.split(":"))
     called, bracket, _ = name.partition("(")
     if bracket and called in SOURCES:
