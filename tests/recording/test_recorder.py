@@ -54,8 +54,8 @@ def test_a_recorder_is_read_as_a_mapping_and_from_the_last_layer(model: Adapter)
     assert torch.equal(seen["resid_post", -1], seen["resid_post", last])
     assert ("resid_post", -1) in seen
     assert ("resid_post", -model.facts.layers - 1) not in seen
-    with pytest.raises(kv.InputError, match="expected 'newest' or 'all', of which you then take"):
-        kv.record(model, "resid_post", positions=[5]).__enter__()
+    with pytest.raises(kv.InputError, match="expected 'newest', 'all', 'generated'"):
+        kv.record(model, "resid_post", positions=5).__enter__()
 
 
 # Forwards that were cut off ----------------------------------------------------------------------------------------------

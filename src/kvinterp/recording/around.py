@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,14 +14,19 @@ from torch import Tensor
 
 from kvinterp.common import words
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models import wrap
+from kvinterp.models import Adapter, wrap
+from kvinterp.models.attaching import Site
 from kvinterp.models.calls import Call, Calls
+from kvinterp.models.hook_names import Names
 from kvinterp.models.hooks import LAST
 from kvinterp.models.inputs import leading_pads
 from kvinterp.models.passes import Passes, WatchesPasses
 from kvinterp.models.provenance import provenance
+from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.recording.generation import Generation, Pass, Stitched, ended, pads_in
+from kvinterp.recording.parts import PART, Parts
 from kvinterp.recording.recorder import Recorder
+from kvinterp.recording.windows import window_of
 
 CONTEXT = "kv.record"
 
@@ -31,8 +38,9 @@ def record(
     layers: Iterable[int] | int | None = None,
     heads: Iterable[int] | None = None,
     kv_heads: Iterable[int] | None = None,
-    positions: words.Positions | str | int = "newest",
-) -> Iterator[Recorder]:
+    positions: words.Positions | str | int | Sequence[int] = "newest",
+    into: str | os.PathLike[str] | None = None,
+) -> Iterator[Recording]:
     """Records the forwards that run inside the ``with`` block; each pass through the model's blocks is one step.
 
     Passes are counted where the model computes, not where it is called: ``model(...)``, ``model.forward(...)``, ``generate``
@@ -50,7 +58,10 @@ def record(
         layers: As for :class:`Recorder`.
         heads: As for :class:`Recorder`.
         kv_heads: As for :class:`Recorder`.
-        positions: As for :class:`Recorder`.
+        positions: ``"newest"`` (of each forward) or ``"all"``; or a part of each text, for ``.texts()``: ``"generated"``,
+            ``"last(64)"``, ``"every(16)"``, or a list of positions in the text.
+        into: An empty folder in which what was recorded is kept in parts, for texts that do not fit into memory; ``.texts()``
+            reads from there. Default: in memory.
 
     Yields:
         The recorder; ``recorder["resid_post", 3]`` is a tensor, with several forwards stacked; ``.kept`` has each. With
@@ -65,7 +76,7 @@ def record(
         ...     model(tokens)
         >>> recorder["pattern", 0].shape  # doctest: +SKIP
     """
-    recorder = Recording(wrap(model), sites, layers, heads, kv_heads, None, positions)
+    recorder = Recording(wrap(model), sites, layers, heads, kv_heads, positions, into)
     with recorder.listening():
         yield recorder
 
@@ -91,6 +102,8 @@ class _Batch:
     passes: list[Pass] = dataclasses.field(default_factory=list)
     numbers: list[int] = dataclasses.field(default_factory=list)
     ids: Tensor | None = None
+    pads: tuple[int, ...] = (0,)
+    """The pads in front of each row, as they were known when the window was laid."""
 
     @property
     def end(self) -> int:
@@ -98,11 +111,52 @@ class _Batch:
         return self.passes[-1].stop
 
 
+_ON_DISK = torch.empty(0)
+"""Stands where a tensor was that lies on disk now."""
+
+
+class _Pieces(Sequence[Tensor]):
+    """What the passes of a batch showed of one place, in memory or on disk."""
+
+    def __init__(self, kept: Sequence[Tensor], parts: Parts | None, place: Site, numbers: Sequence[int]) -> None:
+        self._kept, self._parts, self._place, self._numbers = kept, parts, place, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, at: Any) -> Any:
+        number = self._numbers[at]
+        if self._parts is not None and number in self._parts:
+            return self._parts.read(self._place, number)
+        return self._kept[number]
+
+
 class Recording(Recorder, WatchesPasses):
     """A recorder whose steps are the passes of a user's forwards; made by :func:`record`."""
 
     logits = "discard"
     context = CONTEXT
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        sites: Names,
+        layers: Iterable[int] | int | None = None,
+        heads: Iterable[int] | None = None,
+        kv_heads: Iterable[int] | None = None,
+        positions: Any = "newest",
+        into: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.window = window_of(positions)
+        self._parts = None if into is None else Parts(into)
+        self._columns: tuple[int, ...] | None = None
+        self._pads: tuple[int, ...] = (0,)
+        self._held = self._gone = 0
+        if self._parts is not None and self.window is None:
+            raise InputError(
+                "into= was given with the newest position of each forward, which fits into memory: leave it out."
+            )
+        super().__init__(adapter, sites, layers, heads, kv_heads, None, "newest" if self.window is None else "all")
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -166,11 +220,13 @@ class Recording(Recorder, WatchesPasses):
             # A row that ended before the others was fed fillers, and its end token, which alone it would not have been.
             stop = min(cut + count - 1, batch.end) if count < len(tokens) - cut else batch.end
             generated = tuple(tokens[cut : cut + count])
+            chosen = self._chosen(batch, pads, begin, stop)
+            columns = range(begin, stop) if chosen is None else chosen
             yield Generation(
                 prompt=tuple(tokens[begin:cut]),
                 tokens=generated,
-                records=Stitched(self._pieces_of(batch), list(self.kept), batch.passes, row, (begin, stop)),
-                positions=tuple(range(stop - begin)),
+                records=Stitched(self._pieces_of(batch), list(self.kept), batch.passes, row, (begin, stop), chosen),
+                positions=tuple(column - begin for column in columns),
                 path=path if unread is None else f"{path}, not read: {unread.where}",
                 logits=self._logits_of(batch, row, len(generated)) if self.logits == "keep" else None,
                 heads=self.heads,
@@ -180,8 +236,22 @@ class Recording(Recorder, WatchesPasses):
                 provenance=about,
             )
 
-    def _pieces_of(self, batch: _Batch) -> Callable[[tuple[str, int]], list[Tensor]]:
-        return lambda place: [self.kept[place][number] for number in batch.numbers]
+    def _chosen(self, batch: _Batch, pads: Sequence[int], begin: int, stop: int) -> list[int] | None:
+        """The columns of a row that the window holds."""
+        window = self.window
+        if window is None or window.kind == "all":
+            return None
+        if window.kind in ("every", "given") and not {*pads} <= {*batch.pads}:
+            raise UnsupportedError(
+                f"positions were chosen by number, and the pads of the batch ({max(pads)} at most) were not known while it ran: "
+                "give generate() an attention_mask, or record positions='all'."
+            )
+        kept = set(itertools.chain.from_iterable(here.columns or () for here in batch.passes))
+        first = max(begin, batch.end - window.count) if window.kind == "last" else begin
+        return [at for at in range(first, stop) if at in kept and window.holds(at - begin, batch.prompt_length - begin)]
+
+    def _pieces_of(self, batch: _Batch) -> Callable[[Site], Sequence[Tensor]]:
+        return lambda place: _Pieces(self.kept[place], self._parts, place, batch.numbers)
 
     def _logits_of(self, batch: _Batch, row: int, count: int) -> Tensor:
         """The newest logits of the pass before each generated token."""
@@ -197,6 +267,8 @@ class Recording(Recorder, WatchesPasses):
     def pass_begins(self, new: int, cached: int) -> None:
         """Begins a step."""
         self._now = cached, new
+        self._write_parts()
+        self._lay_window(cached, new)
         self.begin_step(len(self.recorded_steps))
         self.begin_pass()
 
@@ -219,6 +291,61 @@ class Recording(Recorder, WatchesPasses):
             raise InputError(self._error(*missing[0], ran))
         self.end_step()
         self._note_columns(*self._now)
+        self._held += sum(tensors[-1].nbytes for tensors in self.kept.values())
+        self._let_go()
+
+    def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
+        """Keeps the rows of the columns that the window holds."""
+        if self._columns is not None and site not in (*CACHE_SITES, ROWS):
+            rows, axis = [column - self._now[0] for column in self._columns], LAYOUTS[site].rows
+            if len(rows) < tensor.shape[axis]:
+                tensor = tensor.index_select(axis, torch.tensor(rows, dtype=torch.long, device=tensor.device))
+        super().see(site, layer, start, tensor)
+
+    def __getitem__(self, place: Site | str) -> Tensor:
+        """As a :class:`Recorder`'s, unless what was recorded lies in parts on disk."""
+        if self._parts is not None:
+            raise InputError("what was recorded lies in parts on disk: take it from texts(), one tensor at a time.")
+        return super().__getitem__(place)
+
+    def _lay_window(self, cached: int, new: int) -> None:
+        """Finds the columns that are kept of the pass that begins."""
+        if self.window is None or self.window.kind == "all":
+            return
+        batch, call = self._batches[-1] if self._batches else None, self._calls.call
+        stop = cached + new
+        if batch is not None and (cached or stop == batch.end + 1):
+            length, self._pads = batch.prompt_length, batch.pads
+        else:
+            mask = self._calls.mask if call is None or call.mask is None else call.mask
+            length = (0 if call is None else call.prompt_length) or stop
+            self._pads = (0,) if mask is None else tuple(pads_in(mask[:, :length]))
+        self._columns = self.window.columns(cached, stop, length, self._pads)
+
+    def _let_go(self) -> None:
+        """Lets go of what is no longer among the last positions."""
+        if self.window is None or self.window.kind != "last":
+            return
+        batch = self._batches[-1]
+        while self._gone < batch.numbers[-1]:
+            at = self._gone - batch.numbers[0]
+            if at >= 0 and batch.passes[at].stop > batch.end - self.window.count:
+                return
+            if at >= 0:
+                batch.passes[at] = dataclasses.replace(batch.passes[at], columns=())
+                for (site, _), tensors in self.kept.items():
+                    tensors[self._gone] = tensors[self._gone].narrow(LAYOUTS[site].rows, 0, 0).clone()
+            self._gone += 1
+
+    def _write_parts(self) -> None:
+        """Writes what is held to disk, if that is asked for and it is much."""
+        if self._parts is None or self._held < PART:
+            return
+        numbers = range(self._gone, len(self.recorded_steps))
+        self._parts.write(self.kept, numbers)
+        for tensors in self.kept.values():
+            tensors[self._gone :] = [_ON_DISK] * len(numbers)
+        self._held, self._gone = 0, len(self.recorded_steps)
 
     def _note_columns(self, cached: int, new: int) -> None:
         """Notes which columns of which batch the pass computed."""
@@ -238,7 +365,9 @@ class Recording(Recorder, WatchesPasses):
         if call is not None and call not in batch.calls:
             batch.calls.append(call)
         first = batch.end if batch.passes and not cached else cached
-        batch.passes.append(Pass(cached, stop, first))
+        if not batch.passes:
+            batch.pads = self._pads
+        batch.passes.append(Pass(cached, stop, first, self._columns))
         batch.numbers.append(len(self.recorded_steps) - 1)
         batch.ids = ids
 

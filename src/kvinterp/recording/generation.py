@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pandas as pd
 import torch
 from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from kvinterp.common.files import bytes_of, is_file, strict_json
+from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, UnsupportedError, shown
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import hook_name, place_of
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS
 from kvinterp.recording.activation_cache import cache_of
+from kvinterp.recording.parts import Saved
 from kvinterp.recording.trace import Trace
+
+_TEXT, _LOGITS = "generation.json", "logits.safetensors"
+_LISTS = ("prompt", "tokens", "positions", "heads", "kv_heads", "derived")
+_ABOUT = (*_LISTS, "path", "provenance")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +39,24 @@ class Pass:
     Attributes:
         start: The first column that was new in it.
         stop: The end of what it had seen when it was over.
-        first: The first column of which its rows are kept: behind ``start`` where it computed earlier columns again.
+        first: The first column that is its own: behind ``start`` where it computed earlier columns again.
+        columns: The columns whose rows were kept; None for all.
     """
 
     start: int
     stop: int
     first: int
+    columns: tuple[int, ...] | None = None
+
+    def rows(self, columns: Sequence[int], count: int) -> range | list[int]:
+        """The rows at which some of its columns are, of the ``count`` that it kept."""
+        if self.columns is not None:
+            return [bisect.bisect_left(self.columns, column) for column in columns]
+        # Its last row is of its last column.
+        shift = count - self.stop
+        if isinstance(columns, range):
+            return range(columns.start + shift, columns.stop + shift)
+        return [column + shift for column in columns]
 
 
 @dataclasses.dataclass(repr=False, eq=False)
@@ -149,6 +173,44 @@ class Generation:
                 f"{len(self.positions)} of {len(self.text) - 1} positions were recorded, and {why}: record positions='all'."
             )
 
+    def save(self, folder: str | Path) -> Path:
+        """Writes the text, and a file for each site and layer, into a folder; at no time is more than one of them in memory.
+
+        Returns:
+            The folder, which :meth:`load` reads.
+        """
+        target = Path(folder)
+        for place in self.records:
+            write_whole(Saved.file(target, place), save({"rows": self.records[place].cpu().contiguous()}))
+        if self.logits is not None:
+            write_whole(target / _LOGITS, save({"logits": self.logits.cpu().contiguous()}))
+        about = {name: getattr(self, name) for name in _ABOUT} | {"places": [list(place) for place in self.records]}
+        write_whole(target / _TEXT, strict_json(about))
+        return target
+
+    @classmethod
+    def load(cls, folder: str | Path, adapter: Any = None) -> Generation:
+        """Reads what :meth:`save` wrote; a tensor is read when it is asked for.
+
+        Args:
+            folder: The folder.
+            adapter: The model, which some methods of its ``cache()`` need.
+
+        Raises:
+            InputError: The folder holds none.
+        """
+        source = Path(folder)
+        if not is_file(source / _TEXT):
+            raise InputError(f"folder {str(source)!r} holds no {_TEXT}: give a folder that Generation.save wrote.")
+        try:
+            about = json.loads(bytes_of(source / _TEXT))
+            places = [(str(site), int(layer)) for site, layer in about.pop("places")]
+            listed = {name: None if about[name] is None else tuple(about[name]) for name in _LISTS}
+            logits = load(bytes_of(source / _LOGITS))["logits"] if is_file(source / _LOGITS) else None
+            return cls(**{**about, **listed}, records=Saved(source, places), logits=logits, adapter=adapter)
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise InputError(f"folder {str(source)!r} holds no readable generation ({error}): save it again.") from error
+
     def frame(self, site: str) -> pd.DataFrame:
         """The norm of a site's row at every layer, position and head, one a row, with the token and the part of the text.
 
@@ -186,6 +248,7 @@ class Stitched(Mapping[Site, Tensor]):
         passes: The columns of each pass.
         row: The row.
         span: The columns of the row's text: what is before are pads.
+        chosen: The columns of which there are rows, in order; None for all of the span.
     """
 
     def __init__(
@@ -195,8 +258,10 @@ class Stitched(Mapping[Site, Tensor]):
         passes: Sequence[Pass],
         row: int,
         span: tuple[int, int],
+        chosen: Sequence[int] | None = None,
     ) -> None:
         self._pieces, self._places, self._passes, self._row, self._span = pieces, tuple(places), passes, row, span
+        self._chosen = chosen
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self._places)
@@ -214,17 +279,30 @@ class Stitched(Mapping[Site, Tensor]):
         if place[0] in CACHE_SITES:
             # A cache holds every row at the last pass.
             return pieces[-1][self._row].narrow(layout.rows - 1, begin, end - begin)
-        runs = []
-        for number, first, last in owners(self._passes):
-            first, last = max(first, begin), min(last, end)
-            if first >= last:
-                continue
-            piece, here = pieces[number][self._row], self._passes[number]
-            # A piece's last row is of the pass's last column.
-            at = first - here.stop + piece.shape[layout.rows - 1]
-            rows = piece.narrow(layout.rows - 1, at, last - first)
-            runs.append(self._keys(rows, here.stop, place[0]) if layout.keys else rows)
-        return torch.cat(runs, layout.rows - 1)
+        found = [
+            self._of_pass(place[0], pieces[number][self._row], self._passes[number], columns)
+            for number, first, last in owners(self._passes)
+            if len(columns := self._columns(max(first, begin), min(last, end)))
+        ]
+        return torch.cat(
+            found or [self._of_pass(place[0], pieces[0][self._row], self._passes[0], range(0))], layout.rows - 1
+        )
+
+    def _columns(self, first: int, last: int) -> Sequence[int]:
+        """The columns from ``first`` to ``last`` of which there are rows."""
+        if self._chosen is None:
+            return range(first, last)
+        return self._chosen[bisect.bisect_left(self._chosen, first) : bisect.bisect_left(self._chosen, last)]
+
+    def _of_pass(self, site: str, piece: Tensor, here: Pass, columns: Sequence[int]) -> Tensor:
+        """The rows of some columns in what a pass showed."""
+        axis = LAYOUTS[site].rows - 1
+        at = here.rows(columns, piece.shape[axis])
+        if isinstance(at, range):
+            rows = piece.narrow(axis, at.start if at else 0, len(at))
+        else:
+            rows = piece.index_select(axis, torch.tensor(at, dtype=torch.long, device=piece.device))
+        return self._keys(rows, here.stop, site) if LAYOUTS[site].keys else rows
 
     def _keys(self, rows: Tensor, stop: int, site: str) -> Tensor:
         """Spreads rows of a pattern over the keys of the row's text, from keys that end at ``stop``."""

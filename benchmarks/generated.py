@@ -1,0 +1,105 @@
+"""What recording the run that writes a text costs: time over the model's own ``generate``, and memory over a long text.
+
+    python benchmarks/generated.py [--model real:smollm2-135m] [--rounds 7] [--long 8192]
+
+Every round runs the ways one after the other, so that a slow moment of the machine falls on all; ratios are taken within a
+round and their median is reported. The long text is written by zoo:gqa2-mini's shape with random weights, on disk in parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import kvinterp as kv
+from kvinterp.models.inputs import left_padded
+
+BOUNDS = {"resid_post": 1.15, "every site": 1.5}
+EVERY = "resid_pre,resid_mid,resid_post,attn_out,mlp_out,q,k,v,z,post,pattern"
+
+
+def timed(work):
+    """Processor seconds, which other processes do not lengthen."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+@torch.no_grad()
+def cost(name, rounds, new, dtype):
+    """The ratios of one model."""
+    model = kv.load_model(name, dtype=dtype, device="cpu")
+    prompt = kv.load_prompts("natural:1")[0]
+    ids, mask = left_padded(model, [model.encode(prompt)])
+    options = {"max_new_tokens": new, "min_new_tokens": new}
+    ways = {
+        "plain": lambda: model.model.generate(ids, attention_mask=mask, do_sample=False, **options),
+        "resid_post": lambda: kv.generated(model, prompt, "resid_post", **options),
+        "every site": lambda: kv.generated(model, prompt, EVERY, **options),
+    }
+    times = {way: [] for way in ways}
+    for work in ways.values():
+        work()
+    for _ in range(rounds):
+        for way, work in ways.items():
+            times[way].append(timed(work))
+    print(
+        f"{name} ({dtype}), {ids.shape[1]} prompt tokens, {new} generated, {rounds} rounds, {torch.get_num_threads()} threads"
+    )
+    for way, bound in BOUNDS.items():
+        ratios = [seconds / plain for seconds, plain in zip(times[way], times["plain"], strict=True)]
+        middle = statistics.median(ratios)
+        word = "met" if middle <= bound else "NOT met"
+        print(f"  {way}: {middle:.3f} of generate ({min(ratios):.3f} to {max(ratios):.3f}); bound {bound}: {word}")
+
+
+def peak():
+    """The largest resident size so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+@torch.no_grad()
+def long(count):
+    """Peak memory behind a quarter of a long text and behind the whole, recorded and plain."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}
+    config = LlamaConfig(
+        **sizes, num_key_value_heads=1, head_dim=32, vocab_size=512, max_position_embeddings=count + 64, eos_token_id=None
+    )
+    torch.manual_seed(0)
+    adapter = kv.wrap(LlamaForCausalLM(config).eval())
+    prompt = list(range(3, 19))
+    one = 4 * 256 * 8 / 2**20
+    print(f"residual streams of 8 layers of width 256 in float32: {one * count:.0f} MiB over {count} tokens")
+    for length in (count // 4, count):
+        for way in ("on disk", "in memory"):
+            if way == "in memory" and length < count:
+                continue
+            gc.collect()
+            with tempfile.TemporaryDirectory() as folder:
+                into = Path(folder) / "parts" if way == "on disk" else None
+                (text,) = kv.generated(adapter, prompt, "resid_post", max_new_tokens=length, into=into)
+                rows = text["resid_post", 7]
+                print(f"  {length} tokens, {way}: {len(rows)} rows, peak {peak():.0f} MiB so far")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="real:smollm2-135m")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--new", type=int, default=48)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--long", type=int, default=8192)
+    given = parser.parse_args()
+    if given.rounds:
+        cost(given.model, given.rounds, given.new, given.dtype)
+    if given.long:
+        long(given.long)

@@ -1,0 +1,92 @@
+"""Tensors of a long run that are kept on disk: written in parts while the model runs, and read back one at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from kvinterp.common.store import write_whole
+from kvinterp.errors import InputError
+from kvinterp.models.attaching import Site
+
+PART = 128 * 2**20
+"""The bytes that are held in memory before a part is written."""
+
+
+class Parts:
+    """The parts in a folder.
+
+    Args:
+        folder: An empty folder, or one that is made.
+
+    Raises:
+        InputError: The folder holds something.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise InputError(f"into={str(folder)!r} is not empty: give a folder that is empty or does not exist yet.")
+        self._files: list[Path] = []
+        self._part_of: dict[int, int] = {}
+        self._open: tuple[int, Any] = (-1, None)
+
+    def write(self, pieces: Mapping[Site, Sequence[Tensor]], numbers: Sequence[int]) -> None:
+        """Writes what some passes showed, ``pieces[place][number]`` for each of their numbers, as one part."""
+        file = self.folder / f"part-{len(self._files):05d}.safetensors"
+        tensors = {
+            f"{site}.{layer}.{number}": held[number].detach().cpu().contiguous()
+            for (site, layer), held in pieces.items()
+            for number in numbers
+        }
+        write_whole(file, save(tensors))
+        self._part_of |= dict.fromkeys(numbers, len(self._files))
+        self._files.append(file)
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._part_of
+
+    def read(self, place: Site, number: int) -> Tensor:
+        """What one pass showed."""
+        part = self._part_of[number]
+        if self._open[0] != part:
+            self._open = part, safe_open(self._files[part], framework="pt")
+        return self._open[1].get_tensor(f"{place[0]}.{place[1]}.{number}")  # type: ignore[no-any-return]
+
+
+class Saved(Mapping[Site, Tensor]):
+    """The tensors that a generation saved, a file each; one is read when it is asked for.
+
+    Args:
+        folder: The folder.
+        places: The sites and layers in it.
+    """
+
+    def __init__(self, folder: Path, places: Sequence[Site]) -> None:
+        self._folder, self._places = folder, tuple(places)
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, place: object) -> bool:
+        return place in self._places
+
+    def __getitem__(self, place: Site) -> Tensor:
+        if place not in self._places:
+            raise KeyError(place)
+        with safe_open(self.file(self._folder, place), framework="pt") as file:
+            return file.get_tensor("rows")  # type: ignore[no-any-return]
+
+    @staticmethod
+    def file(folder: Path, place: Site) -> Path:
+        """The file of a site at a layer."""
+        return folder / f"{place[0]}.{place[1]}.safetensors"

@@ -1,0 +1,116 @@
+"""Long generations: windows of their positions, parts on disk, and what is saved, each held against the whole in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvinterp as kv
+from kvinterp.recording import around
+from support import assert_bitwise
+
+PROMPTS = [[3, 17, 44, 9, 71, 26, 58, 5, 33], [90, 12, 64, 8]]
+SITES = "resid_post,z,pattern,attn_scores"
+NEW = 7
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return kv.load_model("zoo:gqa2-mini", kind="native", dtype="float32", attention="eager")
+
+
+def texts_of(model: Any, **how: Any) -> list[kv.Generation]:
+    how = {"max_new_tokens": NEW, "batch_size": 2, **how}
+    return kv.generated(model, PROMPTS, SITES, [0, 3], **how)
+
+
+@pytest.fixture(scope="module")
+def whole(model: Any) -> list[kv.Generation]:
+    return texts_of(model)
+
+
+def rows_at(text: kv.Generation, place: tuple[str, int], positions: list[int]) -> torch.Tensor:
+    axis = 1 if place[0] in ("pattern", "attn_scores") else 0
+    return text[place].index_select(axis, torch.tensor(positions, dtype=torch.long))
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("window", ["generated", "last(3)", "last(99)", "every(4)", [0, 2, 10], range(6, 8)])
+def test_a_window_has_the_rows_of_the_whole(model: Any, window: Any, cached: bool) -> None:
+    """By the text's own positions, in a batch whose rows have pads in front; with a cache and without."""
+    options = {} if cached else {"use_cache": False}
+    for whole, text in zip(texts_of(model, **options), texts_of(model, positions=window, **options), strict=True):
+        count, cut = len(whole.positions), len(whole.prompt)
+        if isinstance(window, str):
+            name, _, number = window.rstrip(")").partition("(")
+            wanted = {
+                "generated": range(cut, count),
+                "last": range(max(count - int(number or 0), 0), count),
+                "every": range(0, count, int(number or 1)),
+            }[name]
+        else:
+            wanted = [position for position in window if position < count]
+        assert list(text.positions) == list(wanted)
+        assert text.tokens == whole.tokens
+        for place in text.records:
+            assert_bitwise(text[place], rows_at(whole, place, list(wanted)), str(place))
+        if window != "last(99)":
+            with pytest.raises(kv.InputError, match="record positions='all'"):
+                text.cache()
+
+
+def test_only_the_last_rows_are_held(model: Any) -> None:
+    """What leaves the window leaves memory."""
+    with kv.record(model, "resid_post", positions="last(4)") as seen, torch.no_grad():
+        model.generate(torch.tensor(PROMPTS[:1]), torch.ones(1, 9, dtype=torch.long), {"max_new_tokens": 20})
+    row = 4 * model.facts.width
+    assert seen.kept_bytes == 4 * row * model.facts.layers
+    assert len(seen.texts()[0].positions) == 4
+
+
+def test_parts_on_disk(model: Any, whole: list[kv.Generation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor has the bits of the run in memory, and no more than a part is held."""
+    monkeypatch.setattr(around, "PART", 2**14)
+    texts = texts_of(model, into=tmp_path / "parts")
+    files = sorted((tmp_path / "parts" / "batch-0000").iterdir())
+    assert len(files) > 1
+    for text, other in zip(texts, whole, strict=True):
+        for place in other.records:
+            assert_bitwise(text[place], other[place], str(place))
+    with kv.record(model, "resid_post", positions="all", into=tmp_path / "mine") as seen, torch.no_grad():
+        model.generate(
+            torch.tensor(PROMPTS[:1]), torch.ones(1, 9, dtype=torch.long), {"max_new_tokens": 40, "min_new_tokens": 40}
+        )
+    one = 4 * model.facts.width * model.facts.layers
+    assert seen.kept_bytes <= 2**14 + one
+    assert len(seen.texts()[0].positions) == 48
+    with pytest.raises(kv.InputError, match="take it from texts"):
+        seen["resid_post", 0]
+    with pytest.raises(kv.InputError, match="is not empty"):
+        texts_of(model, into=tmp_path / "parts")
+
+
+def test_what_is_saved_is_read_again(model: Any, tmp_path: Path) -> None:
+    (text,) = kv.generated(model, PROMPTS[0], SITES, [0, 3], max_new_tokens=NEW, logits="keep", positions="every(2)")
+    read = kv.Generation.load(text.save(tmp_path / "text"), model)
+    assert (read.text, read.positions, read.path, read.derived) == (text.text, text.positions, text.path, text.derived)
+    assert list(read.records) == list(text.records)
+    for place in text.records:
+        assert_bitwise(read[place], text[place], str(place))
+    assert read.logits is not None
+    assert text.logits is not None
+    assert_bitwise(read.logits, text.logits)
+    (tmp_path / "text" / "generation.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(kv.InputError, match="holds no readable generation"):
+        kv.Generation.load(tmp_path / "text")
+    with pytest.raises(kv.InputError, match=r"holds no generation\.json"):
+        kv.Generation.load(tmp_path)
+
+
+@pytest.mark.parametrize("window", ["newest", "last(0)", "first(3)", [], [-3], 4])
+def test_what_is_no_window(model: Any, window: Any) -> None:
+    with pytest.raises(kv.InputError, match="positions="):
+        kv.generated(model, PROMPTS[0], positions=window)
