@@ -14,6 +14,7 @@ import writing_given
 
 import kvinterp as kv
 from command_line import kvinterp
+from kvinterp.metrics.rollouts import rollout_intervals, rollout_statistics
 
 LENGTH, CUT = 64, 28
 
@@ -79,6 +80,9 @@ def test_the_side_that_is_off_is_named_and_why(fault: str, side: str, model: Any
     # Trainer over engine, whichever is off.
     assert abs(found.given["statistics"]["all"]["k1"]) > 1e-3
     assert f"mean {found.given['statistics']['all']['rollout_is_seq_mean']:.3g} (n = 2 sequences)" in found.reading
+    null = found.given["statistics"]["null"]
+    assert f"of rounding in float32 alone {null['k3']:.2g}" in found.reading
+    assert null["k3"] < 1e-9 < found.given["statistics"]["all"]["k3"]
 
 
 def test_where_both_are_right_both_are_said(model: Any, texts: Any, tmp_path: Path) -> None:
@@ -125,3 +129,25 @@ def test_a_zero_is_judged_where_ours_is_zero_and_else_left_out_and_said(model: A
     assert f"In {wrong} places the file holds exactly 0 where ours is -" in found.reading
     prompts = sum(line["token_loss_mask"].count(0) for line in lines)
     assert f"{prompts} of the prompts and {wrong} of the replies." in found.reading
+
+
+def test_intervals_cover_what_they_say_and_few_sequences_have_none() -> None:
+    """Sequences of unequal length, each with a shift of its own: intervals at 95% miss the true mean in about one of 20."""
+    draw, covered = np.random.default_rng(0), 0
+    for repeat in range(60):
+        sequence = np.repeat(np.arange(30), draw.integers(20, 60, 30))
+        shift = draw.normal(0, 0.02, 30)[sequence]
+        trainer = -1 + shift + draw.normal(0, 0.05, len(sequence))
+        low, high = rollout_intervals(trainer, np.full(len(sequence), -1.0), sequence, 0.025, repeat)["k1"]
+        covered += low <= 0 <= high
+    assert 52 <= covered <= 60
+    few = rollout_intervals(np.array([-1.0, -2.0]), np.array([-1.0, -2.5]), np.array([0, 1]))
+    assert all(np.isnan(ends).all() for ends in few.values())
+
+
+def test_clipped_shares_are_those_of_their_definitions() -> None:
+    found = rollout_statistics(np.log([0.5, 0.5, 0.9, 0.3]), np.log([0.5, 0.3, 0.2, 0.29]), np.array([0, 0, 1, 2]))
+    assert found["ratio_clipfrac"] == 0.5
+    assert found["tis_clipfrac"] == 0.25
+    assert found["gspo_clipfrac"] == 1
+    assert found["sequence_masked"] == pytest.approx(1 / 3)

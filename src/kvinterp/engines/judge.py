@@ -193,6 +193,7 @@ def _verdict(
             f"  importance ratio by sequence, {statistics['trainer']} over the engine: {low} to {high}, mean {mean} "
             f"(n = {count:,} sequences)."
         )
+        lines += _said_of_training(statistics)
         table["statistics"] = statistics
     if two:
         words = [{"side": side.name, "verdict": side.word, "why": side.why} for side in sides]
@@ -204,6 +205,29 @@ def _verdict(
         {**provenance(adapter), "dtype": dtype or "not given"}, given=table,
         tokens=_token_table(adapter, paths, rows) if rows else None,
     )  # fmt: skip
+
+
+def _said_of_training(statistics: dict[str, Any]) -> list[str]:
+    """Says k3 beside that of rounding, and which clips lie below what rounding alone moves; nothing without a null."""
+    if "null" not in statistics:
+        return []
+    every, null, floor = (statistics[name] for name in ("all", "null", "floor"))
+    low, high = statistics["intervals"]["k3"]
+    interval = f" ({low:.2g} to {high:.2g})" if np.isfinite(low) else ""
+    count = len(statistics["by_sequence"])
+    shares = "; ".join(
+        f"{what} {every[name]:.2%} ({null[name]:.2%} by rounding)"
+        for what, name in {
+            "outside a clip of 0.2 lie of the tokens": "ratio_clipfrac",
+            "above a cap of 2": "tis_clipfrac",
+            "outside GSPO's clip of the sequences": "gspo_clipfrac",
+        }.items()
+    )
+    return [
+        f"  training: k3 {every['k3']:.2g}{interval}, of rounding in {floor['precision']} alone {null['k3']:.2g}; {shares}. "
+        f"Rounding alone moves a token's ratio by {floor['token']:.2g} and a sequence's mean ratio by {floor['sequence']:.2g} "
+        f"(medians): a narrower clip cuts rounding (n = {every['tokens']:,.0f} tokens, {count:,} sequences)."
+    ]
 
 
 def _token_table(adapter: Adapter, paths: Sequence[EnginePath], rows: Sequence[Row]) -> pd.DataFrame:

@@ -17,7 +17,8 @@ from kvinterp.report.svg import picture
 
 BOUNDS = (1, 3, 10, 30, 100)
 """The differences at which the next shade begins, in units of rounding; from the last on a difference is off the scale."""
-SHOWN = ("sequence", "tokens", "k1", "k3", "rollout_is_seq_mean", "rollout_is_max", "token_mult_prob_error", "ppl_ratio")
+SHOWN = ("sequence", "tokens", "k1", "k3", "rollout_is_seq_mean", "rollout_is_max", "ratio_clipfrac", "tis_clipfrac",
+         "token_mult_prob_error", "ppl_ratio")  # fmt: skip
 """The statistics of a sequence that the page has."""
 ROWS, COLUMNS = 48, 256
 """The most rows and columns of the map."""
@@ -39,9 +40,20 @@ def page(verdict: Verdict) -> str:
         rungs=table_of_rows(summary["rungs"]),
         tried=table_of_rows(sorted(tried, key=lambda row: row["left"])),
         statistics=statistics,
+        trained=table_of_rows(_trained(statistics)),
         map=_map(verdict),
         by_sequence=table_of_rows(sequences),
     )
+
+
+def _trained(statistics: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row a statistic: its value, its interval and that of rounding alone."""
+    intervals, null = statistics.get("intervals", {}), statistics.get("null", {})
+    return [
+        {"statistic": name, "value": value, "low": intervals.get(name, (None, None))[0],
+         "high": intervals.get(name, (None, None))[1], "rounding alone": null.get(name)}
+        for name, value in statistics.get("all", {}).items()
+    ]  # fmt: skip
 
 
 def engine_fragment(verdict: Verdict) -> str:

@@ -13,11 +13,23 @@ import torch
 from kvinterp.auditing.checks import Check
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS
 from kvinterp.common.numbers import listed
-from kvinterp.engines.numbers import FEWEST, TINY, Tokens, alike, fitted, grid_of, mean_gap, nearer, truncated, warmed
+from kvinterp.engines.numbers import (
+    CHANCE,
+    FEWEST,
+    TINY,
+    Tokens,
+    alike,
+    fitted,
+    grid_of,
+    mean_gap,
+    nearer,
+    truncated,
+    warmed,
+)
 from kvinterp.engines.ways import RUNGS, WEIGHTS, Way, causes, log_probs, nulls, own_row
 from kvinterp.engines.where import Null, place
 from kvinterp.errors import InputError
-from kvinterp.metrics.rollouts import rollout_statistics
+from kvinterp.metrics.rollouts import rollout_intervals, rollout_statistics
 from kvinterp.models import Adapter
 from kvinterp.recording.engine_path import ROUNDED, EnginePath, positive
 
@@ -458,4 +470,14 @@ class Side:
             at = sequence == number
             rows.append({"sequence": self.paths[number].id, **rollout_statistics(trainer[at], rollout[at], sequence[at])})
         every = rollout_statistics(trainer, rollout, sequence)
-        return {"trainer": "the file's trainer" if own else "our float64", "all": every, "by_sequence": rows}
+        found = {"trainer": "the file's trainer" if own else "our float64", "all": every, "by_sequence": rows}
+        found["intervals"] = rollout_intervals(trainer, rollout, sequence, CHANCE, self.seed)
+        ours = self._row(self.near, self.tokens) if "near" in vars(self) else None
+        if ours is not None:
+            # What a faultless engine in this precision would log.
+            found["null"] = rollout_statistics(self.truth[known], ours[known], sequence)
+            apart = (self.truth - ours)[known]
+            means = [float(apart[sequence == number].mean()) for number in np.unique(sequence)]
+            floor = {"token": np.median(np.abs(np.expm1(apart))), "sequence": np.median(np.abs(np.expm1(means)))}
+            found["floor"] = {name: float(value) for name, value in floor.items()} | {"precision": self.near.name}
+        return found
