@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from support import small_sae
+
 SMALL, OTHER = "zoo:gqa2-mini", "zoo:mqa-mini"
 SPLIT = "split_k(2,float16)"
 
@@ -166,6 +168,7 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
             "layers": Changes((0, 1)),
             "max_new_tokens": Changes(4),
             "top": Changes(2),
+            "sae": Changes((small_sae(),)),
         },
     ),
     "equivalent-noise": (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,23 @@ PROMPT = (3, 17, 44, 9, 71, 26, 58, 5, 33, 90, 12, 64)
 """Twelve token ids that every model's vocabulary has; longer than the tiny models' window of 8."""
 
 TINY_WINDOW = 8
+
+
+@functools.cache
+def small_sae(architecture: str = "topk", layer: int = 2, width: int = 128) -> str:
+    """A folder with a sparse autoencoder of random weights for a zoo model's residual stream."""
+    from kvinterp.comparison.sparse_autoencoder import SparseAutoencoder
+
+    sae = SparseAutoencoder(architecture, width, 64, 8, {"hook_name": f"blocks.{layer}.hook_resid_post"})
+    generator = torch.Generator().manual_seed(layer)
+    with torch.no_grad():
+        for value in sae.parameters():
+            value.copy_(
+                torch.randn(value.shape, generator=generator).abs()
+                if value.dim() == 1
+                else torch.randn(value.shape, generator=generator)
+            )
+    return str(sae.save(Path(tempfile.mkdtemp()) / architecture))
 
 
 def has_hooked_transformer() -> bool:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvinterp.auditing.verdict import Verdict
     from kvinterp.commands.keeping import experiment, load
     from kvinterp.comparison import Comparison, compare
+    from kvinterp.comparison.sparse_autoencoder import SparseAutoencoder, load_sae
     from kvinterp.comparison.which_run import WhichRun, which_run
     from kvinterp.data import Prompt, load_prompts
     from kvinterp.engines.matching import SiteMatches, match_sites
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "comparison": ("Comparison", "compare"),
+    "comparison.sparse_autoencoder": ("SparseAutoencoder", "load_sae"),
     "comparison.which_run": ("WhichRun", "which_run"),
     "data": ("Prompt", "load_prompts"),
     "errors": ("CacheNotReadWarning", "InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
@@ -104,6 +106,7 @@ __all__ = [
     "Recompute",
     "Recorder",
     "SiteMatches",
+    "SparseAutoencoder",
     "Steering",
     "Sweep",
     "TopK",
@@ -128,6 +131,7 @@ __all__ = [
     "load",
     "load_model",
     "load_prompts",
+    "load_sae",
     "localise",
     "match_sites",
     "mean_donor",

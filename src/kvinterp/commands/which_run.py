@@ -6,6 +6,7 @@ Beside both stands the null: the same forward with as many tokens more behind th
 from __future__ import annotations
 
 from kvinterp.commands.kit import Cell, Made, OfModel, Parts, Result, joined, load_prompts, option, shared
+from kvinterp.comparison.sparse_autoencoder import SparseAutoencoder, by_place, load_sae
 from kvinterp.comparison.which_run import (
     GENERATE,
     WhichRun,
@@ -14,6 +15,7 @@ from kvinterp.comparison.which_run import (
     rows_of_runs,
     which_run,
 )
+from kvinterp.models.attaching import Site
 from kvinterp.paths import path_named
 
 
@@ -32,12 +34,20 @@ class WhichRunWrote(OfModel):
     layers: tuple[int, ...] | None = option(None, "Layers to look at, such as 0,2,-1. Default: all.", example="0,2,-1")
     max_new_tokens: int = option(32, "The most tokens of a text.", min=2)
     top: int = option(32, "How many of the largest neurons are held against each other.", min=1)
+    sae: tuple[str, ...] = option(
+        (), "A folder with a sparse autoencoder in SAELens's form, whose features are held against each other. Repeatable."
+    )
 
     def check(self) -> None:
-        """The path too."""
+        """The path and the autoencoders, too."""
         super().check()
         if self.run_by != GENERATE:
             path_named(self.run_by)
+        self.features()
+
+    def features(self) -> dict[Site, SparseAutoencoder]:
+        """The autoencoders, by the site and layer that each names."""
+        return by_place([load_sae(folder) for folder in self.sae])
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
@@ -47,7 +57,7 @@ class WhichRunWrote(OfModel):
         """One text."""
         options = self.choices("layers", "max_new_tokens", "top")
         prompt = load_prompts(self.prompts)[number]
-        found = which_run(self.adapter(), [prompt], run=self.run_by, first=number, **options)
+        found = which_run(self.adapter(), [prompt], run=self.run_by, first=number, features=self.features(), **options)
         return found.tables, found.provenance
 
     def reduce(self, parts: Parts) -> Result:

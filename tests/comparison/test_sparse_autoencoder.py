@@ -1,0 +1,53 @@
+"""Sparse autoencoders in SAELens's form: what is saved is read, features are counted by hand, what is not read is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvinterp as kv
+from support import small_sae
+
+ROWS = torch.randn(20, 128, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("architecture", ["standard", "topk", "jumprelu"])
+def test_features_are_those_of_the_definition(architecture: str, tmp_path: Path) -> None:
+    sae = kv.load_sae(small_sae(architecture))
+    assert sae.place == ("resid_post", 2)
+    before, features = (ROWS - sae.b_dec) @ sae.W_enc + sae.b_enc, sae.encode(ROWS)
+    kept = before > (sae.threshold if architecture == "jumprelu" else 0)
+    if architecture == "topk":
+        kept &= before >= before.sort(1).values[:, -8:-7]
+    assert torch.equal(features, before * kept)
+    assert torch.allclose(sae(ROWS), (before * kept) @ sae.W_dec + sae.b_dec)
+    again = kv.load_sae(sae.save(tmp_path))
+    assert torch.equal(again.encode(ROWS), features)
+    assert again.metadata == sae.metadata
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "said"),
+    [
+        (
+            {"normalize_activations": "layer_norm"},
+            kv.UnsupportedError,
+            "normalize_activations='layer_norm', which is not read",
+        ),
+        ({"architecture": "gated"}, kv.UnsupportedError, "architecture 'gated', which is not read here"),
+        ({"architecture": "jumprelu"}, kv.InputError, "no readable autoencoder"),
+        ({"architecture": None}, kv.UnsupportedError, "architecture None"),
+    ],
+)
+def test_what_is_not_read_is_said(change: dict[str, Any], error: type[Exception], said: str, tmp_path: Path) -> None:
+    kv.load_sae(small_sae()).save(tmp_path)
+    about = json.loads((tmp_path / "cfg.json").read_text())
+    (tmp_path / "cfg.json").write_text(json.dumps(about | change))
+    with pytest.raises(error, match=said):
+        kv.load_sae(tmp_path)
+    with pytest.raises(kv.InputError, match="holds no cfg"):
+        kv.load_sae(tmp_path / "none")
