@@ -24,6 +24,7 @@ from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, Verdict, allowed
 from kvinterp.common.checks import check_callable, check_seed
 from kvinterp.common.numbers import listed
 from kvinterp.common.words import dtype_word
+from kvinterp.engines.arrays import path_of_trace
 from kvinterp.engines.hidden import with_hidden_states
 from kvinterp.engines.readers import read_engine
 from kvinterp.engines.side import TRUTH, Ours, Row, Side
@@ -34,7 +35,6 @@ from kvinterp.models.naming import local_folder
 from kvinterp.models.provenance import provenance
 from kvinterp.recording import Trace
 from kvinterp.recording.engine_path import EnginePath
-from kvinterp.recording.trace import path_of_trace
 
 log = logging.getLogger("kvinterp")
 
