@@ -76,7 +76,7 @@ class WithoutCasts(Kernels):
     order: str = "native"
 
     def mode(self, adapter: Adapter) -> KernelMode:
-        """Intercepts casts."""
+        """Intercepts each cast to a narrower dtype, and leaves it out."""
         before = BatchInvariant().mode(adapter).interceptors() if self.order == "fixed" else []
 
         def widened(func: Any, args: Any, kwargs: Any) -> Any:

@@ -440,7 +440,7 @@ class _Collector:
         self.by_rows("softmax", f"over keys, {scores.shape[1]} heads", call, full, keys=masked, dtype=dtype)
 
     def values(self, values_seen: Values) -> None:
-        """Probabilities by values."""
+        """Multiplies the probabilities by the values."""
         a, b, scores = (_heads(t) for t in (values_seen.weights, values_seen.values, values_seen.scores.product.result))
         square = _longer(_longer(scores, -1, self.most), -2, self.most)
         weights, values = torch.softmax(square.float(), -1).to(a.dtype), _longer(b, -2, self.most)

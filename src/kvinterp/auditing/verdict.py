@@ -85,7 +85,7 @@ class Verdict(Result):
     tokens: pd.DataFrame | None = dataclasses.field(default=None, compare=False)
 
     def __repr__(self) -> str:
-        """Its first line."""
+        """The verdict in one line: the word, and how far it went."""
         return f"<Verdict: {' '.join(self.reading.splitlines()[0].split())}>"
 
     @property

@@ -43,7 +43,7 @@ Parts: TypeAlias = Mapping[str, Made]
 """What each cell gave, by its key."""
 
 SAID, WIDTH = 5, 120
-"""So many lines of what was found are printed, and so many characters to a line."""
+"""The command prints at most so many lines of what was found, each of at most so many characters."""
 
 
 def numbered(keys: Iterable[str]) -> dict[int, str]:

@@ -156,7 +156,7 @@ class Compare(OfModel):
         return Comparison.read(tables, summary)
 
     def check(self) -> None:
-        """The sites too."""
+        """Checks the sites to be recorded too, before a model is loaded."""
         super().check()
         sites_of(self.record or "")
 

@@ -26,7 +26,7 @@ class Decompose(OfModel):
     max_new_tokens: int = option(32, "The most tokens to decode per prompt.")
 
     def check(self) -> None:
-        """The paths too."""
+        """Checks the two paths too, before a model is loaded."""
         super().check()
         two_paths(self.a, self.b, "a decomposition")
 

@@ -44,7 +44,7 @@ class Generated(FewShot):
 
 
 class Arithmetic(Generated):
-    """Word problems."""
+    """Word problems of GSM8K, with worked examples before each."""
 
 
 class Restate(Generated):

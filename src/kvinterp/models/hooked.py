@@ -184,7 +184,7 @@ class HookedAdapter(Adapter):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The blocks."""
+        """The blocks, in order."""
         return self.model.blocks  # type: ignore[return-value]
 
     def generate(self, tokens: Tensor, mask: Tensor, options: Mapping[str, Any]) -> Tensor:

@@ -127,7 +127,7 @@ class Patching(WatchesPasses):
         self.ran: set[int] = set()
 
     def pass_begins(self, new: int, cached: int) -> None:
-        """Begins a step."""
+        """Begins a step: what is patched at the first alone looks at its number."""
         # Generation: behind a cache, or without one the same text and a token more.
         self.grew |= cached > 0 or (self.step > 0 and new == self.end + 1)
         self.end = cached + new
@@ -139,7 +139,7 @@ class Patching(WatchesPasses):
         return self.adapter.intercept_cache(layer, cache, self._reads) if self.hook.active_in_cache(layer) else None
 
     def pass_ends(self, ran: Sequence[int]) -> None:
-        """Ends the step."""
+        """Ends the step, and counts it."""
         self.step += 1
         self.ran.update(ran)
 

@@ -82,7 +82,7 @@ class PlantHook(PathHook):
         self.step = 0
 
     def begin_step(self, step: int) -> None:
-        """Notes the step."""
+        """Notes which step begins, since the difference is planted at some steps alone."""
         self.step = step
 
     def _nudge(self, tensor: Tensor) -> Tensor | None:

@@ -170,7 +170,7 @@ class Tables:
         self.work = Counter(forwards=0, blocks=0)
 
     def add(self, example: int, prompt_length: int, lanes: Sequence[PlannedLane], advanced: Advanced) -> None:
-        """Adds one example."""
+        """Adds the distances of one example, before and after each patch."""
         self.work.update(advanced.work)
         names, protocol, distances = tuple(self.setting.distances), self.setting.protocol, advanced.distances
         steps, before, logit_columns = range(distances.shape[1]), distances[:, :, 0], [0, 1]

@@ -113,7 +113,7 @@ class Collected:
         self._kept: tuple[list[Tensor], ...] = ([], [], [], [])
 
     def add(self, now: Step) -> None:
-        """Adds a step."""
+        """Adds the tokens of a step, and notes which rows have ended."""
         if self.padding is None:
             self.padding = padding_of(now.logits)
             if bool(self.padding.any()):

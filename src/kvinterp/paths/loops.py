@@ -178,8 +178,8 @@ class Runner:
         for listener in forwards.listeners.get(LOGITS, ()):
             changed = listener(logits)
             logits = logits if changed is None else changed
-        # Of a model that is spread over devices, where the tokens are. What a program was given lies in memory of the
-        # library's: assisted generation writes into its logits, and a compiled graph into those of the forward before.
+        # On a model that is spread over devices the logits lie elsewhere than the tokens. And where a program ran, the logits lie
+        # in memory that the library writes into again: assisted generation writes into its logits, and a compiled graph into those of the forward before.
         return logits.to(self._device, copy=self.path.call is not None)
 
     def _rows_to_ask(self, prompt: Tensor) -> CachedRows | None:

@@ -57,7 +57,7 @@ class Strategy:
         return torch.softmax(logits, -1)
 
     def __str__(self) -> str:
-        """The text form."""
+        """The strategy as a text, such as ``top_k(50,0.8)``."""
         return spec.text_of(self)
 
 
@@ -163,7 +163,7 @@ class Drawing:
             self.random = torch.stack([uniforms(seed, example, steps) for example in examples]).to(device)
 
     def __call__(self, logits: Float[Tensor, "batch vocab"], step: int) -> Int[Tensor, " batch"]:
-        """The tokens."""
+        """The token of each row, ``[batch]``."""
         tokens, distance = self.strategy.drawn(logits, self.random[:, step])
         self.distances.append(distance)
         return tokens

@@ -26,7 +26,7 @@ class Recomputed(PathHook):
         self._read: dict[int, tuple[Place, Tensor, Tensor]] = {}
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        """Keeps them."""
+        """Keeps the keys and values that attention is about to read."""
         self._read[place.layer] = place, keys, values
 
     def rows(self, place: Place) -> KV:

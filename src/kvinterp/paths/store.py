@@ -57,7 +57,7 @@ class Growing(OwnCache):
         return self._between(layer, 0, self._rows[layer]) if layer in self._room else None
 
     def memory_of(self, layer: int, handed: KeysValues) -> KeysValues | None:
-        """The newest rows."""
+        """The newest rows of K and V, before they are written."""
         stop = self._rows[layer]
         return self._between(layer, stop - handed[0].shape[2], stop)
 
@@ -134,7 +134,7 @@ class Store:
             )
         if policy.evicts:
             self.memory.let_go(f"policy {policy}")
-        # Of what is kept nothing is changed on its way: the memory's own update is all there is to do, and to tell who listens.
+        # Without a policy and a narrower cache rows are kept as they come: the memory's own update is enough, and hooks hear it.
         self._unchanged = cache_dtype is None and not self.policy.acts
         self.memory.connect(self.update)
 

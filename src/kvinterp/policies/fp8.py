@@ -45,7 +45,7 @@ class Fp8(Selective):
     _settled: ClassVar[Memory]
 
     def __post_init__(self) -> None:
-        """Checks the fields."""
+        """Raises InputError where a field names no format or no way of scaling."""
         check_choice("policy 'fp8': format", self.format, FORMATS)
         check_choice("policy 'fp8': per", self.per, ("tensor", "head"))
         check_choice("policy 'fp8': overflow", self.overflow, ("saturate", "nonfinite"))

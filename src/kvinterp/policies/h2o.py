@@ -34,11 +34,11 @@ class H2O(Scored):
         check_share(self, "recent_ratio")
 
     def room(self, prompt: int) -> int:
-        """Both budgets together."""
+        """How many rows stay in all: the heavy hitters and the recent ones."""
         return int(self.heavy_ratio * prompt + 1e-9) + self.newest(prompt)
 
     def newest(self, prompt: int) -> int:
-        """The recent budget."""
+        """How many of the newest rows stay whatever they score."""
         return max(1, int(self.recent_ratio * prompt + 1e-9))
 
     def accumulate(self, totals: Tensor, weights: Tensor, place: Place) -> Tensor:

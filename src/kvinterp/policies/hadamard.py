@@ -32,7 +32,7 @@ class Hadamard(Selective):
     _memory: ClassVar[Memory | None] = None
 
     def __post_init__(self) -> None:
-        """Checks the block."""
+        """Raises InputError where the block is no power of two."""
         if self.block is not None and (type(self.block) is not int or self.block < 2 or self.block & (self.block - 1)):
             raise unexpected("policy 'hadamard': block", self.block, "a power of two, as in hadamard(64)")
         super().__post_init__()

@@ -85,7 +85,7 @@ class _Noise(Selective):
     @property
     @abc.abstractmethod
     def expected(self) -> float:
-        """The mean error."""
+        """The mean of the errors that it draws, as a share of the value."""
 
     def start(self, facts: ModelInfo) -> Policy:
         """A copy that keeps the errors it draws ahead."""

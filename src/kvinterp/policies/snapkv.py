@@ -44,7 +44,7 @@ class Snapkv(Budgeted):
         return max(super().room(prompt), self.window_size)
 
     def newest(self, prompt: int) -> int:
-        """The window."""
+        """How many of the newest rows stay whatever they score."""
         return self.window_size
 
     def accumulate(self, totals: Tensor, weights: Tensor, place: Place) -> Tensor:

@@ -205,7 +205,7 @@ class Lane(Columns):
         }
 
     def count(self, name: str, count: int = 1) -> None:
-        """Counts what happened."""
+        """Counts what happened, as the proof that the program ran as it says."""
         self.witness[name] = self.witness.get(name, 0) + count
 
     # What operations ask for -----------------------------------------------------------------------------------------------
@@ -386,7 +386,7 @@ class Lane(Columns):
     # ----------------------------------------------------------------------------------------------------------------------
 
     def _start(self, program: Program, steps: int) -> None:
-        """Begins a pass."""
+        """Begins a pass over the text: an empty cache, no column, nothing masked."""
         rows, before, after = room(program, self.text.shape[1], steps)
         self.program, self.mask = program, torch.zeros(rows, 0, dtype=torch.long)
         self.ids = self.text[:, :0].expand(rows, 0)

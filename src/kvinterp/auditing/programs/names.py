@@ -70,7 +70,7 @@ class Name(abc.ABC):
 
     @abc.abstractmethod
     def write(self, made: Draught) -> None:
-        """Writes its part."""
+        """Writes its part of the program: rows, what feeds the prompt, or what feeds each token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Chunked(Name):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The option."""
+        """The option ``chunk`` of a path, which says the same."""
         return {"chunk": self.size}
 
     def write(self, made: Draught) -> None:
@@ -136,11 +136,11 @@ class Static(Name):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The option."""
+        """The option ``cache`` of a path, which says the same."""
         return {"cache": caches.Static(self.size)}
 
     def write(self, made: Draught) -> None:
-        """That cache."""
+        """Says that the rows are kept in that cache."""
         made.tells(cache="static")
 
 
@@ -156,7 +156,7 @@ class Compiled(Name):
     backend: str = "inductor"
 
     def write(self, made: Draught) -> None:
-        """Compiles first."""
+        """Compiles the forward before anything is fed."""
         made.prompt = [Compile(self.backend), *made.prompt]
 
 

@@ -180,12 +180,12 @@ class Operation(abc.ABC):
 
     @property
     def columns(self) -> int:
-        """None."""
+        """How many columns it leaves on the cache; negative where it takes them back."""
         return 0
 
     @property
     def ahead(self) -> int:
-        """None."""
+        """How many columns it needs behind its own for a while."""
         return 0
 
     def smaller(self) -> list[Operation]:

@@ -47,7 +47,7 @@ class RefusedError(Exception):
 
 
 class OwnError(KvinterpError):
-    """kvinterp itself raised."""
+    """kvinterp itself raised, not the model: that is our fault, and no verdict."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +101,10 @@ class Columns:
         """Notes a use of the cache, and lines of Python."""
 
     def count(self, name: str, more: int = 1) -> None:
-        """Counts what happened."""
+        """Counts what happened, as the proof that the program ran as it says."""
 
     def put(self, ids: Tensor, mask: Tensor) -> None:
-        """These columns come."""
+        """Notes new columns that are about to be fed: their tokens, and which of them the mask shows."""
         self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
 
     def cut(self, length: int) -> None:

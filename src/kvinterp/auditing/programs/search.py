@@ -261,7 +261,7 @@ class Searched:
 
 
 def tried(subject: Subject, program: Program) -> Run:
-    """Runs a program."""
+    """Runs a program on the model, and says how it ended."""
     run = Run(subject, program)
     run.word, run.why = run.run()
     return run

@@ -50,7 +50,7 @@ class Crop(Operation):
 
     @property
     def columns(self) -> int:
-        """Fewer."""
+        """How many columns it takes back, as a negative number."""
         return -self.count
 
 
@@ -85,5 +85,5 @@ class Draft(Operation):
 
     @property
     def ahead(self) -> int:
-        """The drafts."""
+        """How many columns it needs behind its own for a while: those of the drafts."""
         return self.count

@@ -60,5 +60,5 @@ class Feed(Operation):
 
     @property
     def columns(self) -> int:
-        """All."""
+        """How many columns it leaves on the cache: all that it feeds."""
         return self.width

@@ -102,7 +102,7 @@ class Again(Operation):
         return ()
 
     def smaller(self) -> list[Operation]:
-        """None."""
+        """How many columns it leaves on the cache: the copy is fed, the cache itself is not."""
         return []
 
     @classmethod

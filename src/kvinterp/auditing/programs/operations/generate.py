@@ -152,7 +152,7 @@ class Generate(Operation):
 
     @property
     def ahead(self) -> int:
-        """The drafts."""
+        """How many columns it needs behind its own for a while: those of the drafts."""
         return self.drafts if self.how == "lookup" else 0
 
     def judged(self, run: Run) -> None:

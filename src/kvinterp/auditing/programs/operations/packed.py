@@ -42,7 +42,7 @@ class _Several(Operation):
         return ()
 
     def judged(self, run: Run) -> None:
-        """The same."""
+        """How many columns it leaves on the cache: those of all its texts."""
 
     def check(self, adapter: Adapter, length: int) -> None:
         """Refuses every path, which decodes one text."""

@@ -66,11 +66,11 @@ class Reorder(Moved):
 
     @classmethod
     def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Reorder:
-        """Any rows."""
+        """Draws which rows go on, in which order."""
         return cls(tuple(draw.randrange(rows) for _ in range(rows)))
 
     def order(self, rows: int) -> list[int]:
-        """As many as there were."""
+        """As many rows as there were, which of them stands in each place."""
         return ([row % rows for row in self.taken] * rows)[:rows]
 
 
@@ -87,11 +87,11 @@ class Select(Moved):
 
     @classmethod
     def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Select:
-        """Up to three."""
+        """Draws which rows are kept, one to three of them."""
         return cls(tuple(draw.randrange(rows) for _ in range(draw.randint(1, 3))))
 
     def order(self, rows: int) -> list[int]:
-        """Those."""
+        """The rows that are kept, in their order."""
         return [row % rows for row in self.taken]
 
 
@@ -108,12 +108,12 @@ class Repeat(Moved):
     method = "batch_repeat_interleave"
 
     def order(self, rows: int) -> list[int]:
-        """Each so often, while there are few."""
+        """Each row so often, as long as they stay few."""
         times = self.times if rows * self.times <= MOST else 1
         return [row for row in range(rows) for _ in range(times)]
 
     def asked(self, rows: list[int], before: int) -> int:
-        """How often."""
+        """What the library is asked: how often each row is repeated."""
         return len(rows) // before
 
 
