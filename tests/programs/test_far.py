@@ -28,7 +28,7 @@ from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.reach import Reach
 from kvinterp.auditing.programs.running import PLAIN, RIGHT, WRONG
-from kvinterp.auditing.programs.search import FIRST, far, search, tried
+from kvinterp.auditing.programs.search import EARLY, FIRST, far, search, tried
 from kvinterp.auditing.uses import _checks, _cut, _edges, _over, _past
 
 SMALL = {
@@ -255,6 +255,14 @@ def test_what_programs_or_seconds_cut_off_is_said_and_how_far_they_went() -> Non
     assert reach["crop and go on"].taken_back == 12
     assert (reach["decode step"].positions, reach["decode step"].context) == (259, 2048)
     assert reach["generate() on a filled cache, given the whole text"].turns == 3
+
+
+def test_the_nearest_that_goes_far_comes_before_most_of_what_is_tried_first() -> None:
+    """Defect: an audit of a model of 135 million weights ended at position 82, since nothing that goes far came in time."""
+    torch.manual_seed(0)
+    subject = ModelSubject(kv.wrap(llama().eval()))
+    found = search(subject, EARLY + 1, 60.0, further=[*map(program_named, far(2048))])
+    assert max(reach.positions for reach in found.reach.values()) == 259
 
 
 def test_programs_go_as_far_as_half_of_the_seconds_take_them() -> None:

@@ -31,13 +31,13 @@ from kvinterp.models.caches import MOVES, CacheKind, MadeBy, Named, offers
 from kvinterp.models.door import quiet_transformers
 from kvinterp.models.positions import Counted, counted, counted_by
 
-PROGRAMS, SECONDS = 100, 40.0
+PROGRAMS, SECONDS = 100, 80.0
 """Programs that are run unless told, and processor seconds that they take at most."""
 SIXTEEN = (torch.float16, torch.bfloat16)
 CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
 SWITCHING = ("dynamic", "longrope", "yarn")
 """Kinds of RoPE whose frequencies are other ones beyond some length."""
-POSITIONS, PRODUCTS = 4096, {"cpu": 2e10, "cuda": 5e13}
+POSITIONS, PRODUCTS = 4096, {"cpu": 8e10, "cuda": 5e13}
 """Positions of one program at the most, and products of a forward, a few seconds' worth; ``reach`` goes to any."""
 FILL, LOGITS, FAR = 512, 2**26, 98
 """Columns at once of a long text; numbers that the logits of one may hold; and tokens behind which a step is asked where it puts

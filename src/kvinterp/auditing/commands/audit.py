@@ -137,7 +137,7 @@ class Audit(Experiment):
         only=(lambda asked: asked.cache is not None, "no cache was given; give one with --cache, or leave it out"),
     )
     programs: int = option(100, "How many programs of the cache to run: each use once, then drawn ones (--seed).")
-    seconds: float = option(40.0, "Processor seconds that the programs take at most.")
+    seconds: float = option(80.0, "Processor seconds that the programs take at most.")
     allow: tuple[str, ...] = option((), "A verdict that should not fail, such as hidden-cast; may be given several times.")
     seed: int = option(
         0,

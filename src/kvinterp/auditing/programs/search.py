@@ -99,6 +99,8 @@ FIRST = (
     f"rows({'+'.join('0' * 17)})+feed(5)+feed(1)+reorder({'+'.join(map(str, range(16, -1, -1)))})+feed(2,1)",
 )
 """What is tried first: each use once."""
+EARLY = 22
+"""Behind so many of them the nearest of those that go far is tried: of a large model no more may be affordable."""
 EDGES, FURTHEST = (256, 512, 1024), 1100
 """Positions that one byte holds, and those of tiles, tables and pages; and a prompt that goes past them all."""
 
@@ -353,6 +355,7 @@ def search(
         beyond: ``"yes"`` draws what no contract of a cache promises, and tries nothing before that.
         progress: Told how many have run.
         further: Programs behind what is tried first, the nearest first: as far as half of the time that is left then takes them.
+            The nearest of all comes early.
     """
     began, draw, found = time.process_time(), random.Random(seed), Searched()
     known: set[str] = set()
@@ -363,6 +366,7 @@ def search(
     first = [program for program in first if subject.offers(program.rows) and subject.holds(program)]
     first = [program for program in first if _affordable(subject, program)]
     further = [program for program in further if subject.offers(program.rows) and subject.holds(program)]
+    first, further = [*first[:EARLY], *further[:1], *first[EARLY:]], further[1:]
     more = filter(subject.holds, (drawn(draw, subject, beyond) for _ in itertools.count()))
     queue = itertools.chain(given, first, further, more)
     pace, at_first = _Pace(began + seconds), len(given) + len(first)
