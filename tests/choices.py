@@ -338,6 +338,7 @@ ELSEWHERE = {
         ("turns", name): "conversations, in tests/experiments/test_turns_command.py"
         for name in ("file", "cost", "model", "dtype", "kind", "device", "attention")
     },
+    ("attention", "generated"): "a whole generation, in tests/report/test_attention.py",
     ("chain", "prefill"): "policies under both readings, in tests/behaviour/test_chains.py and tests/policies",
     ("kernels", "seed"): "the prompt that is fed, in tests/auditing/test_shape_dependence.py",
     ("audit", "own_class"): "code of one's own, in tests/auditing/test_product.py",

@@ -116,6 +116,25 @@ def test_a_path_against_itself_is_exactly_zero(model: Any) -> None:
     assert page.count("difference: 0 in all") == len(same.heads)
 
 
+def test_a_whole_generation_is_shown(model: Any) -> None:
+    """Each row is the one that the run which wrote the text computed; beside it the rows of one forward."""
+    (text,) = kv.generated(model, PROMPT, "pattern", max_new_tokens=5)
+    shown = attention_comparison(text)
+    step = len(text.positions) - len(text.prompt)
+    assert (shown.page.step, shown.page.view.stop, shown.page.view.start) == (step, len(text.positions), 0)
+    head = shown.page.heads[0]
+    place, number = ("pattern", head.row["layer"]), head.row["head"]
+    assert np.array_equal(head.a, text[place][number].double().numpy())
+    with kv.record(model, "pattern", positions="all") as seen, torch.no_grad():
+        model.forward(torch.tensor([text.text[: len(text.positions)]]))
+    assert np.array_equal(head.b, seen[place][0, number].double().numpy())
+    with pytest.raises(InputError, match="shown whole"):
+        attention_comparison(text, step=1)
+    (bare,) = kv.generated(model, PROMPT, "resid_post", layers=[0], max_new_tokens=2)
+    with pytest.raises(InputError, match="has no pattern"):
+        attention_comparison(bare)
+
+
 def test_the_page_begins_with_its_finding_and_the_report_links_to_it(model: Any, tmp_path: Path) -> None:
     paths = {side: f"{form}[kernels=split_k(4,float16)]" for side, form in (("a", "cached"), ("b", "recompute"))}
     shown = attention_comparison(model, PROMPT, step=STEP, **paths)

@@ -1,5 +1,6 @@
 """Show the attention of two paths at one step side by side, head by head, in circuitsvis.
 
+With ``--generated`` it is that of a whole text as ``generate`` wrote it, beside a forward over the finished text.
 ``attention.html`` holds every head three times (each path, and the difference) and needs nothing else: it works offline.
 """
 
@@ -20,9 +21,11 @@ from kvinterp.commands.kit import (
     number,
     option,
 )
+from kvinterp.recording import generated
 from kvinterp.report.attention import attention_comparison, finding_of
 
 PAGE = "attention.html"
+_TWO_PATHS = (lambda asked: asked.generated is None, "a generation is shown beside its recomputation; leave it out")
 
 
 class Attention(OfModel):
@@ -31,9 +34,12 @@ class Attention(OfModel):
     FILES = (PAGE,)
 
     prompts: str = option("arithmetic:1", "A text, or a file or generator of prompts, of which the first is shown.")
-    a: str = option("cached", "Path A; it chooses the tokens for both paths.")
-    b: str = option("recompute", "Path B.")
-    step: int = option(4, "The decode step; 0 is the prefill, which is the same on most paths.", min=0)
+    generated: int | None = option(
+        None, "Show the attention of a whole generation of so many tokens, beside a forward over the finished text.", min=2
+    )
+    a: str = option("cached", "Path A; it chooses the tokens for both paths.", only=_TWO_PATHS)
+    b: str = option("recompute", "Path B.", only=_TWO_PATHS)
+    step: int = option(4, "The decode step; 0 is the prefill, which is the same on most paths.", min=0, only=_TWO_PATHS)
     layers: tuple[int, ...] | None = option(None, "Layers to compare, such as 0,2,-1. Default: all.", example="0,2,-1")
     most: int | None = option(None, "The most heads to show, those with the largest KL first. Default: as many as fit.")
 
@@ -43,18 +49,29 @@ class Attention(OfModel):
 
     def compared(self) -> Made:
         """The heads of one prompt, and the page that shows them."""
-        choices = self.choices("step", "layers", "a", "b", "most")
-        shown = attention_comparison(self.adapter(), load_prompts(self.prompts)[0], **choices)
-        return {"heads": shown.heads}, {"page": shown.page.html()}
+        adapter, prompt = self.adapter(), load_prompts(self.prompts)[0]
+        if self.generated is None:
+            shown = attention_comparison(adapter, prompt, **self.choices("step", "layers", "a", "b", "most"))
+        else:
+            (text,) = generated(adapter, prompt, "pattern", self.layers, max_new_tokens=self.generated)
+            shown = attention_comparison(text, most=self.most)
+        return {"heads": shown.heads}, {"page": shown.page.html(), "step": shown.page.step}
 
     def reduce(self, parts: Parts) -> Result:
         """The table of heads, and the page beside it."""
         ((tables, about),) = parts.values()
-        return Result(tables, {"provenance": self.provenances()}, {PAGE: about["page"]})
+        return Result(tables, {"provenance": self.provenances(), "step": about["step"]}, {PAGE: about["page"]})
 
     def headline(self, result: Result) -> list[str]:
         """How many heads differ, and which most."""
-        return [f"{finding_of(result.tables['heads'], self.step, self.a, self.b)} {PAGE} shows them."]
+        return [f"{finding_of(result.tables['heads'], *self._shown(result))} {PAGE} shows them."]
+
+    def _shown(self, result: Result) -> tuple[int, str, str]:
+        """The step, and what stands beside what."""
+        step = result.contents()[1].get("step", self.step)
+        if self.generated is None:
+            return step, self.a, self.b
+        return step, "the run that wrote the text", "a forward over the finished text"
 
     def rows(self, result: Result) -> Rows:
         """The heads with the largest KL."""
@@ -68,4 +85,5 @@ class Attention(OfModel):
         """The KL of every head."""
         label = "KL of the newest row (nats);\nblank: exactly 0"
         panel = Panel(result.tables["heads"], "head", "layer", "map", "kl", xlabel="query head", label=label)
-        return {"attention": Chart(f"Attention of {self.a} against {self.b} at step {self.step}", [panel])}
+        step, a, b = self._shown(result)
+        return {"attention": Chart(f"Attention of {a} against {b} at step {step}", [panel])}

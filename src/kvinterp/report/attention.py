@@ -24,13 +24,15 @@ from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, locate
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.inputs import chosen_heads, encode
 from kvinterp.paths import ExecutionPath, path_named, path_read, run
-from kvinterp.recording import Trace
+from kvinterp.recording import Generation, Trace
 from kvinterp.recording.activation_cache import is_activation_cache, records_of
 from kvinterp.report.attention_page import AttentionPage, ShownHead, View, readable
 from kvinterp.report.page import Text, fragment
 
 Square = Float[Tensor, "head query key"]
 
+#: Positions of a whole generation that are shown unless fewer were asked for.
+_WHOLE = 160
 #: Cells the browser draws without a wait: 32 heads, three patterns each, 48 positions a side, and a little.
 _CELLS = 240_000
 
@@ -89,14 +91,16 @@ def attention_comparison(
     from the prefill's rows and the row of each later step: each row is the one that the path used when it wrote the position.
     Both paths are fed the same tokens.
 
-    Three ways to call it: ``attention_comparison(model, prompt, step=5)`` runs both paths;
+    Four ways to call it: ``attention_comparison(model, prompt, step=5)`` runs both paths;
     ``attention_comparison(comparison, step=5)`` runs the paths of a comparison again (a comparison that was read from disk also
     needs the prompt and ``model=``);
+    ``attention_comparison(text)`` takes what :func:`kvinterp.generated` returned with ``"pattern"``, and shows the attention of
+    the whole generation beside that of one forward over the finished text;
     ``attention_comparison(trace_a, trace_b, step=5)`` takes two traces of ``run(..., record="pattern", positions="all")``, or two
     ``ActivationCache`` of TransformerLens, which hold one forward each and have no step.
 
     Args:
-        source: A model or adapter, a comparison in the matched protocol, or the first trace.
+        source: A model or adapter, a comparison in the matched protocol, a generation, or the first trace.
         other: The prompt, or the second trace.
         step: The decode step; 0 is the prefill.
         layers: Layers to compare (default: all).
@@ -131,6 +135,10 @@ def attention_comparison(
             "a cache is of one forward, and its text is given as tokens=...",
         )
         source, other, step = _trace_of(source), _trace_of(other), 0
+    elif isinstance(source, Generation):
+        unread, why = ("step", "a", "b", "model", "example"), "a generation is shown whole, beside its recomputation"
+        source, other, step, model = _beside_recomputation(source, layers)
+        cells = max(cells, min(len(source.prompt) + step, _WHOLE))
     elif isinstance(source, Trace):
         unread, why = ("a", "b", "example"), "traces have paths"
     elif isinstance(source, Comparison):
@@ -238,6 +246,23 @@ def _run_both(
             "give an earlier step."
         )
     return first, record(paths[1], first.fed)
+
+
+def _beside_recomputation(text: Generation, layers: int | Sequence[int] | None) -> tuple[Trace, Trace, int, Adapter]:
+    """A generation as a trace, one forward over its finished text, the last step of both, and the model."""
+    if text.adapter is None or not any(site == "pattern" for site, _ in text.records):
+        raise InputError(
+            "this generation has no pattern, or no model: give one of kv.generated(model, prompt, 'pattern'), or load it with "
+            "its model."
+        )
+    written = text.trace()
+    last = len(written.steps) - 1
+    held = sorted({layer for site, layer in written.records if site == "pattern"})
+    other = run(
+        text.adapter, list(text.prompt), "recompute", max_new_tokens=last + 1, record="pattern", positions="all",
+        layers=held if layers is None else layers, steps=[last], continuation=list(written.fed), stop="length",
+    )  # fmt: skip
+    return written, other, last, text.adapter
 
 
 def _rerun(comparison: Comparison, model: Any, prompt: Any, example: int, step: int) -> tuple[Adapter, Any, Any, Any]:
