@@ -105,7 +105,9 @@ def rollout_intervals(
     tokens = {"k1": -r, "k3": rho - 1 - r, "ratio_clipfrac": np.abs(rho - 1) > CLIP, "tis_clipfrac": rho > CAP,
               "token_mult_prob_error": np.exp(np.abs(r))}  # fmt: skip
     # A mean over tokens is a ratio of two sums over sequences.
-    sums = {name: (np.bincount(index, values), counts) for name, values in tokens.items()}
+    sums: dict[str, tuple[np.ndarray, np.ndarray]] = {
+        name: (np.bincount(index, values), counts) for name, values in tokens.items()
+    }
     sums["gspo_clipfrac"] = cut.astype(float), np.ones(len(counts))
     drawn = np.random.default_rng(seed).integers(0, len(counts), (round(10 / chance), len(counts)))
     found = {}
