@@ -18,13 +18,13 @@ pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install
 
 pytestmark = [pytest.mark.xdist_group("notebooks"), pytest.mark.slow]
 FOLDER = Path(__file__).parents[1] / "notebooks"
-ENGINE = "05_another_engine"
-NAMES = ("01_two_paths", "02_where_it_starts", "03_interactive_patching", "04_what_carries_it", ENGINE)
+OF_FILES = ("05_another_engine", "06_a_mismatch")
+NAMES = ("01_two_paths", "02_where_it_starts", "03_interactive_patching", "04_what_carries_it", *OF_FILES)
 EVERY = pytest.mark.parametrize("name", NAMES)
 SMALLER = {'PROMPTS = "arithmetic:3"': 'PROMPTS = "arithmetic:2"', "STEPS = 12": "STEPS = 5"}
 """What is made smaller so that the tests are quick; each text must be found."""
 OF_ENGINE = {"SEQUENCES = 8": "SEQUENCES = 4"}
-"""And in the one that decodes nothing itself."""
+"""And in those that judge files."""
 ONE_PROMPT = {"04_what_carries_it": ("(model, prompts, ", "(model, prompts[1:], ")}
 """And where one of the prompts is enough: what is sought and what stands there instead."""
 
@@ -72,7 +72,7 @@ def execute(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any]
 @EVERY
 def test_it_runs_on_the_zoo(name: str, execute: Callable[[Any], Path]) -> None:
     notebook = _read(name)
-    replacements = dict(OF_ENGINE if name == ENGINE else SMALLER)
+    replacements = dict(OF_ENGINE if name in OF_FILES else SMALLER)
     sources = "\n".join(_code(notebook))
     for old in replacements:
         assert sources.count(old) == 1, f"{old!r} is to be replaced, and {name} has it {sources.count(old)} times"
