@@ -179,7 +179,8 @@ class Runner:
             changed = listener(logits)
             logits = logits if changed is None else changed
         # On a model that is spread over devices the logits lie elsewhere than the tokens. And where a program ran, the logits lie
-        # in memory that the library writes into again: assisted generation writes into its logits, and a compiled graph into those of the forward before.
+        # in memory that the library writes into again: assisted generation writes into its logits, and a compiled graph into
+        # those of the forward before.
         return logits.to(self._device, copy=self.path.call is not None)
 
     def _rows_to_ask(self, prompt: Tensor) -> CachedRows | None:
