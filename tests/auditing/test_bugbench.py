@@ -26,17 +26,14 @@ def test_the_bank_is_found_by_itself_and_names_each_subject_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("detector", "subject", "alarm", "placed"),
-    [
-        ("audit", "stale-slot", "yes", "yes"),
-        ("audit", "clean: gpt2-one-layer", "no", ""),
-        ("audit", "call: beams of which one tensor moves", "yes", ""),
-    ],
-)
-def test_the_audit_as_a_detector_names_the_place(detector, subject, alarm, placed):
-    row = tried(detector, subject)
-    assert (row["alarm"], row["placed"]) == (alarm, placed), row["said"]
+def test_the_audit_as_a_detector_names_the_place():
+    for subject, alarm, placed in (
+        ("stale-slot", "yes", "yes"),
+        ("clean: gpt2-one-layer", "no", ""),
+        ("call: beams of which one tensor moves", "yes", ""),
+    ):
+        row = tried("audit", subject)
+        assert (row["alarm"], row["placed"]) == (alarm, placed), row["said"]
 
 
 def test_what_is_planted_outside_a_model_is_taken_out_again():

@@ -55,9 +55,12 @@ def decoding(raises: BaseException | None) -> Any:
     return Crashing(config).eval()
 
 
+FEW: dict[str, Any] = {"rungs": ("float32",), "lengths": (5,), "sweep": "no", "programs": 9, "seconds": 8}
+
+
 def test_a_crash_of_plain_decoding_fails_and_is_named() -> None:
     """It was "this model cannot be run as the audit runs it", exit code 2, as if the user had given something wrong."""
-    verdict = kv.audit(decoding(None), rungs=("float32",), lengths=(5,), sweep="no")
+    verdict = kv.audit(decoding(None), **FEW)
     assert verdict.exit_code == 1
     assert "IndexError" in verdict.reading
     assert "test_crashes.py" in verdict.reading
@@ -65,7 +68,7 @@ def test_a_crash_of_plain_decoding_fails_and_is_named() -> None:
 
 def test_a_model_that_refuses_to_decode_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="no decoding here"):
-        kv.audit(decoding(NotImplementedError("no decoding here")), rungs=("float32",), lengths=(5,), sweep="no")
+        kv.audit(decoding(NotImplementedError("no decoding here")), **FEW)
 
 
 @pytest.mark.parametrize(

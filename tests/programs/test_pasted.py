@@ -72,7 +72,11 @@ def printed(lines: str, model: torch.nn.Module) -> str:
 @pytest.mark.parametrize(
     ("text", "begins"),
     [
-        *((text, 1) for text in FIRST if not any(word in text for word in WITHOUT)),
+        *(
+            pytest.param(text, 1, marks=[pytest.mark.long] * ("compile(" in text))
+            for text in FIRST
+            if not any(word in text for word in WITHOUT)
+        ),
         # Behind tokens that were generated the lines copy none of these.
         ("rows(0)+generate(4,3)+feed(2,1)", 6),
         ("rows(0+2)+generate(4,3)+feed(3)+generate(2,3)", 9),

@@ -14,18 +14,23 @@ PASS, FAIL, CANNOT_TELL = 0, 1, 3
 LENGTHS, STEPS = (9, 33), 2
 
 
-def audited(model: nn.Module, dtype: str, lengths: tuple[int, ...] = LENGTHS, calls: str = "") -> Any:
-    """Audits with two rungs, the model's own dtype and float64 (float32 for a float64 model), short prompts and two steps."""
+def audited(model: nn.Module, dtype: str, lengths: tuple[int, ...] = LENGTHS, **more: Any) -> Any:
+    """Audits with two rungs, the model's own dtype and float64 (float32 for a float64 model), short prompts and two steps.
+
+    Args:
+        model, dtype, lengths: What is audited, and the prompts.
+        more: Other arguments of the audit.
+    """
     rungs = (dtype, "float64") if dtype != "float64" else ("float32", "float64")
-    return kv.audit(model, rungs=rungs, lengths=lengths, steps=STEPS, calls=calls)
+    return kv.audit(model, rungs=rungs, lengths=lengths, steps=STEPS, **more)
 
 
-def audited_bug(bug: Bug) -> Any:
+def audited_bug(bug: Bug, **more: Any) -> Any:
     """Audits a model with a bug planted, and takes out again what was planted outside the model."""
     model = bug.build()
     with Patches() as patches:
         bug.plant(model, patches)
-        return audited(model, bug.dtype, bug.lengths)
+        return audited(model, bug.dtype, bug.lengths, **more)
 
 
 def wrong_about(bug: Bug, verdict: Any) -> str:

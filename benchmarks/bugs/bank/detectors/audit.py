@@ -12,7 +12,7 @@ _WORDS = {PASS: "no", FAIL: "yes", CANNOT_TELL: "cannot tell"}
 
 
 def _audit(subject: Subject, model: nn.Module, calls: str = "") -> Found:
-    verdict = audited(model, subject.dtype, subject.lengths, calls)
+    verdict = audited(model, subject.dtype, subject.lengths, calls=calls)
     said = f"{verdict.verdict}: {verdict.parts[1][0] if verdict.parts[1] else verdict.parts[0]}"
     if verdict.exit_code != FAIL:
         return Found(_WORDS[verdict.exit_code], said)
