@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from wild.__main__ import searched, written
+from kvinterp.auditing.programs.search import FIRST
+from wild.__main__ import searched
+from wild.making import CAUSAL, subject_of, written
 from wild.page import BEYOND, COLUMNS, column_of, line_of, verdict
 
 
@@ -12,8 +14,8 @@ def row(**told):
 
 def test_every_use_has_a_column_and_every_column_a_use():
     made = {}
-    exec(written("llama", {}), made)
-    found = row(**searched(made["model"].eval(), 100))
+    exec(written(CAUSAL, "llama", {}), made)
+    found = row(**searched(subject_of(CAUSAL, made["model"].eval())[0], len(FIRST)))
     assert all(column_of(use) for use in found["uses"]), found["uses"]
     assert line_of(found) == ["right"] * len(COLUMNS) + [""]
     assert verdict(found) == "right"

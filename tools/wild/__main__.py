@@ -1,7 +1,7 @@
-"""Tries the cache of every causal language model that transformers' auto classes name by programs; ``make wild``.
+"""Tries the cache of every model that writes text and that transformers' auto classes name by programs; ``make wild``.
 
 Each is made of small random weights by lines that anybody can run, and tried in a process of its own, with a limit of time and of
-memory. Each failure is then run as a script in a process that has not heard of kvinterp. ``out/wild/TYPE.json`` is a finished one:
+memory. Each failure is then run as a script in a process that has not heard of kvinterp. ``out/wild`` has a file for a finished one:
 what is there is left out, so a run goes on where it stopped. ``--table`` writes ``docs/wild.md`` and all scripts from these files,
 ``--reports`` what the scripts of ``docs/upstream`` print.
 """
@@ -25,68 +25,54 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks" / "bugs"), str(ROOT / "tools")]
+
+from wild import making  # noqa: E402
 
 SECONDS, BYTES = 240, 6 * 2**30
 """Of the processor and of memory, that a model may take."""
 BUDGET, FAULTS = 20.0, 8
 """Seconds that its programs may take, and how many faults are looked for at most."""
-MODEL = """import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
-torch.manual_seed(0)
-config = AutoConfig.for_model({name!r}, {fields})
-model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-with torch.no_grad():  # What is initialised to a constant is not left at it.
-    for p in model.parameters():
-        p += 0.1 * torch.randn_like(p) * (p == p.flatten()[0]).all()
-"""
 
 
-def known() -> dict[str, dict[str, Any]]:
-    """Every model type with what its config needs beside the bank's sizes."""
-    from bank.clean import ARCHITECTURES, KNOWN_TRANSFORMERS_BUGS
-
-    from wild.configs import WILD
-
-    bugs = {name: bug.build.keywords for name, bug in KNOWN_TRANSFORMERS_BUGS.items()}
-    needed: dict[str, dict[str, Any]] = {**ARCHITECTURES, **bugs, **WILD}
-    return {name: needed.get(name, {}) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
-
-
-def written(name: str, config: Mapping[str, Any]) -> str:
-    """Lines that make a small random model of a type."""
-    from bank.small import sizes
-
-    fields = {**sizes(name), **config}
-    return MODEL.format(name=name, fields=", ".join(f"{field}={value!r}" for field, value in fields.items()))
-
-
-def tried(name: str, config: Mapping[str, Any], programs: int) -> dict[str, Any]:
+def tried(auto: str, name: str, config: Mapping[str, Any], programs: int) -> dict[str, Any]:
     """What programs say of one, as a row."""
-    row: dict[str, Any] = {"type": name, "class": "", "model": "", "why": "", "uses": {}, "wrong": []}
+    row = untried(auto, name)
     try:
         made: dict[str, Any] = {}
-        row["model"] = written(name, config)
+        row["model"] = making.written(auto, name, config)
         exec(row["model"], made)
         row["class"] = type(made["model"]).__name__
-        return {**row, **searched(made["model"].eval(), programs)}
+        subject, row["inputs"] = making.subject_of(auto, made["model"].eval())
+        return {**row, "read": subject.name.partition(" behind ")[2], **searched(subject, programs)}
     except Exception as error:  # Whatever it raises is what there is to say.
         return {**row, "why": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
-def searched(model: torch.nn.Module, programs: int) -> dict[str, Any]:
+def untried(auto: str, name: str, why: str = "") -> dict[str, Any]:
+    """The row of one of which nothing is known."""
+    return {
+        "auto": auto,
+        "type": name,
+        "class": "",
+        "model": "",
+        "inputs": "",
+        "read": "",
+        "why": why,
+        "uses": {},
+        "wrong": [],
+    }
+
+
+def searched(subject: Any, programs: int) -> dict[str, Any]:
     """By use how many programs were right or another word, and what is wrong: a quarter as many go beyond the contract."""
-    from kvinterp.auditing.programs.model_subject import ModelSubject
     from kvinterp.auditing.programs.pasted import pasted
     from kvinterp.auditing.programs.place import placed
     from kvinterp.auditing.programs.search import base_of, search
-    from kvinterp.models import wrap
 
-    began, subject = time.process_time(), ModelSubject(wrap(model))
+    began = time.process_time()
     found = search(subject, programs, BUDGET, faults=FAULTS)
     beyond = search(subject, programs // 4, BUDGET / 4, beyond="yes", faults=1)
     wrong = []
@@ -152,9 +138,9 @@ def printed(script: str) -> str:
 
 def save(folder: Path, row: Mapping[str, Any]) -> None:
     """A whole file or none."""
-    part = folder / f"{row['type']}.part"
+    part = folder / "row.part"
     part.write_text(json.dumps(row))
-    part.rename(folder / f"{row['type']}.json")
+    part.rename(folder / making.file_of(row["auto"], row["type"]))
 
 
 def plain(end: Any) -> None:
@@ -164,15 +150,14 @@ def plain(end: Any) -> None:
             end.send(alone(end.recv()))
 
 
-def row_of(name: str, config: Mapping[str, Any], programs: int, folder: Path, scripts: Any) -> dict[str, Any]:
+def row_of(auto: str, name: str, config: Mapping[str, Any], programs: int, folder: Path, scripts: Any) -> dict[str, Any]:
     """Tries one in a fork, has the script of each failure run, and saves the row."""
     with tempfile.TemporaryDirectory() as aside:
-        code = forked(lambda: tried(name, config, programs), place := Path(aside) / "row")
+        code = forked(lambda: tried(auto, name, config, programs), place := Path(aside) / "row")
         why = f"the process ended with {code}, after at most {SECONDS} seconds of the processor and {BYTES // 2**30} GiB"
-        empty = {"type": name, "class": "", "model": "", "why": why, "uses": {}, "wrong": []}
-        row: dict[str, Any] = empty if code else json.loads(place.read_text())
+        row: dict[str, Any] = untried(auto, name, why) if code else json.loads(place.read_text())
     shown = [one for one in row["wrong"] if one["lines"]]
-    scripts.send([row["model"] + "\n" + one["lines"] for one in shown])
+    scripts.send([making.script(row, one) for one in shown])
     for one, said in zip(shown, scripts.recv(), strict=True):
         one["printed"] = said
     save(folder, row)
@@ -205,11 +190,13 @@ def main() -> None:
     import kvinterp.auditing.programs.search  # noqa: F401
 
     given.out.mkdir(parents=True, exist_ok=True)
-    configs = known()
-    for name in given.names or configs:
-        if not (given.out / f"{name}.json").exists():
-            row = row_of(name, configs[name], given.programs, given.out, scripts)
-            print(name, row["why"] or [one["use"] for one in row["wrong"]] or "right", row.get("seconds", ""), flush=True)
+    for auto in making.AUTO:
+        for name, config in making.known(auto).items():
+            if (given.names and name not in given.names) or (given.out / making.file_of(auto, name)).exists():
+                continue
+            row = row_of(auto, name, config, given.programs, given.out, scripts)
+            said = row["why"] or [one["use"] for one in row["wrong"]] or "right"
+            print(auto, name, said, row.get("seconds", ""), flush=True)
 
 
 if __name__ == "__main__":

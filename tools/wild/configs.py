@@ -108,3 +108,12 @@ WILD: dict[str, dict[str, Any]] = {
     "rwkv": {"attention_hidden_size": 32, "context_length": 256},
 }
 """By model type; what stands in the bank needs nothing here."""
+
+SOURCED: dict[str, dict[str, Any]] = {
+    "gemma3": {"mm_tokens_per_image": 4},
+    "shieldgemma2": {"mm_tokens_per_image": 4},
+    "paligemma": {"vision_config": {"projection_dim": 32}},
+    "t5gemma2": {"encoder": {"text_config": {**TEXT, "sliding_window": 16}, "vision_config": VISION}},
+    "vipllava": {"vision_feature_layers": [-1]},
+}
+"""By model type, of those whose rows read something besides their text; a config within a config may be given a model type."""

@@ -1,19 +1,20 @@
-"""docs/wild.md from what ``make wild`` kept, a script for each failure in docs/wild/, and what docs/upstream's reports print now."""
+"""docs/wild.md and docs/wild_sources.md from what ``make wild`` kept, a script for each failure in a folder beside them, and what docs/upstream's reports print now."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from wild.__main__ import alone
+from wild.making import AUTO, CAUSAL, file_of, script
 
 COLUMNS = {
     "decode": ("prompt", "decode step", "positions given", "mask and positions given", "mask alone"),
@@ -49,6 +50,8 @@ COLUMNS = {
     ),
 }
 """By column of the table, how the names of its uses begin."""
+PAGES = {"wild.md": (CAUSAL,), "wild_sources.md": tuple(auto for auto in AUTO if auto != CAUSAL)}
+"""The auto classes of each page: that of text alone, and of sources, sound and images."""
 BEYOND = "beyond"
 WORST = {"wrong": "**wrong**", "off without a cache too": "*off too*"}
 """A cell that holds one of these says it alone."""
@@ -83,7 +86,7 @@ def verdict(row: dict[str, Any]) -> str:
 
 
 def write(folder: Path, docs: Path) -> None:
-    """Writes the page and the scripts.
+    """Writes the pages of which there are rows, and their scripts.
 
     Raises:
         SystemExit: There is nothing to write.
@@ -91,28 +94,38 @@ def write(folder: Path, docs: Path) -> None:
     rows = [json.loads(place.read_text()) for place in sorted(folder.glob("*.json"))]
     if not rows:
         raise SystemExit(f"{folder} holds no rows: run make wild first.")
-    scripts = docs / "wild"
+    for name, autos in PAGES.items():
+        if of_page := [row for row in rows if row["auto"] in autos]:
+            _write(of_page, docs, name, autos)
+
+
+def _write(rows: list[dict[str, Any]], docs: Path, name: str, autos: Sequence[str]) -> None:
+    scripts = docs / name.removesuffix(".md")
     scripts.mkdir(exist_ok=True)
     for old in scripts.glob("*.txt"):
         old.unlink()
     for row in rows:
         for n, one in enumerate(row["wrong"], 1):
-            one["script"] = f"{row['type']}-{n}.txt" if one["lines"] else ""
+            one["script"] = f"{file_of(row['auto'], row['type']).removesuffix('.json')}-{n}.txt" if one["lines"] else ""
             if one["script"]:
-                text = f"{row['model']}\n{one['lines']}\n# prints {one['printed']}\n"
+                text = f"{script(row, one)}\n# prints {one['printed']}\n"
                 (scripts / one["script"]).write_text(text, encoding="utf-8")
     template = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True)
     page = template.get_template("wild.md.j2").render(
+        causal=name == "wild.md",
+        scripts=scripts.name,
+        autos={auto: [row for row in rows if row["auto"] == auto] for auto in autos},
         rows=rows,
-        counts=Counter(map(verdict, rows)),
-        lines={row["type"]: line_of(row) for row in rows if not row["why"]},
+        total=Counter(map(verdict, rows)),
+        counts={auto: Counter(verdict(row) for row in rows if row["auto"] == auto) for auto in autos},
+        line_of=line_of,
         columns=[*COLUMNS, BEYOND],
         ran=sum(sum(row.get("ran", [])) for row in rows),
         minutes=round(sum(row.get("seconds", 0) for row in rows) / 60),
-        missing=len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - len(rows),
+        missing=sum(len(AUTO[auto]) for auto in autos) - len(rows),
         about=f"transformers {transformers.__version__}, torch {torch.__version__}",
     )
-    (docs / "wild.md").write_text(page, encoding="utf-8")
+    (docs / name).write_text(page, encoding="utf-8")
 
 
 def print_again(docs: Path) -> None:
