@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from kvinterp.auditing.programs.search import FIRST
-from wild.__main__ import searched
-from wild.making import CAUSAL, subject_of, written
-from wild.page import BEYOND, COLUMNS, column_of, line_of, verdict
+import json
+
+import pytest
+
+from kvinterp.auditing.programs.names import program_named
+from kvinterp.auditing.programs.running import RIGHT
+from kvinterp.auditing.programs.search import FIRST, tried
+from wild.__main__ import searched, untried
+from wild.making import AUTO, CAUSAL, file_of, known, subject_of, written
+from wild.page import BEYOND, COLUMNS, column_of, line_of, verdict, write
+
+SEQUENCES, SPEECH, IMAGES = [auto for auto in AUTO if auto != CAUSAL]
 
 
 def row(**told):
-    return {"type": "x", "why": "", "uses": {}, "wrong": [], **told}
+    return {**untried(CAUSAL, "x"), **told}
 
 
 def test_every_use_has_a_column_and_every_column_a_use():
@@ -29,3 +37,60 @@ def test_a_wrong_use_is_not_hidden_by_a_right_one():
     assert verdict(said) == "wrong"
     assert verdict(row(wrong=[{"use": "left padding", "beyond": "yes"}])) == BEYOND
     assert verdict(row(why="not built")) == "not tried"
+
+
+@pytest.mark.parametrize(
+    ("auto", "name", "reads"),
+    [
+        (SEQUENCES, "bart", "24 + 17 + 11 encoded positions"),
+        (SPEECH, "speech_to_text", "encoded positions"),
+        (IMAGES, "llava", "pixel_values"),
+        (IMAGES, "qwen3_5", "pixel_values, image_grid_thw, mm_token_type_ids"),
+    ],
+)
+def test_rows_of_other_classes_read_a_source_each(auto, name, reads):
+    """Small from the outermost config to the innermost, and each image changes what a row says."""
+    made = {}
+    exec(written(auto, name, known(auto)[name]), made)
+    assert sum(parameter.numel() for parameter in made["model"].parameters()) < 1e6
+    subject, line = subject_of(auto, made["model"].eval())
+    assert subject.name.endswith(reads)
+    assert line.startswith("inputs = [dict(pixel_values=") == (auto == IMAGES)
+    assert tried(subject, program_named("rows(0+0)+feed(6)+feed(2,1)")).word == RIGHT
+    first, second = (subject.plain(subject.tensor([[*begin, 20]]))[:, -1] for begin in subject.begins[:2])
+    assert float((first - second).abs().max()) > 1e-6
+
+
+def test_what_reads_no_image_is_no_model_of_images():
+    made = {}
+    exec(written(CAUSAL, "llama", {}), made)
+    with pytest.raises(ValueError, match="no way was found"):
+        subject_of(IMAGES, made["model"].eval())
+
+
+def test_each_class_has_its_page_and_a_failure_its_script(tmp_path, capsys):
+    wrong = {
+        "use": "left padding",
+        "beyond": "no",
+        "why": "",
+        "error": 0.5,
+        "place": "",
+        "program": "rows(1)",
+        "printed": "0.5",
+    }
+    rows = [
+        {**untried(CAUSAL, "bart"), "uses": {"batch": {"word": "right"}}},
+        {**untried(IMAGES, "llava"), "model": "model = 1", "inputs": "inputs = [2]", "wrong": [{**wrong, "lines": "print(inputs[0] / 4)"}]},
+        untried(SEQUENCES, "bart", "not built"),
+    ]  # fmt: skip
+    for one in rows:
+        (tmp_path / file_of(one["auto"], one["type"])).write_text(json.dumps(one))
+    write(tmp_path, tmp_path)
+    text, sources = ((tmp_path / name).read_text() for name in ("wild.md", "wild_sources.md"))
+    assert "1 are right" in text
+    assert "llava" not in text
+    assert "1 are wrong" in sources
+    assert "|`bart`|`AutoModelForSeq2SeqLM`|not built|" in sources
+    assert "(wild_sources/llava.ImageTextToText-1.txt)" in sources
+    exec((tmp_path / "wild_sources" / "llava.ImageTextToText-1.txt").read_text(), {})
+    assert capsys.readouterr().out == "0.5\n"

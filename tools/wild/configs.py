@@ -114,6 +114,11 @@ SOURCED: dict[str, dict[str, Any]] = {
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "paligemma": {"vision_config": {"projection_dim": 32}},
     "t5gemma2": {"encoder": {"text_config": {**TEXT, "sliding_window": 16}, "vision_config": VISION}},
+    # A cache of states alone does not say how much it holds, and the model asks it.
+    **{
+        name: {"text_config": {"layer_types": ["linear_attention", "full_attention"]}}
+        for name in ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
+    },
     "vipllava": {"vision_feature_layers": [-1]},
 }
 """By model type, of those whose rows read something besides their text; a config within a config may be given a model type."""
