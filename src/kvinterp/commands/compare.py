@@ -11,7 +11,6 @@ import pandas as pd
 
 from kvinterp.commands.kit import (
     Cell,
-    Charts,
     OfModel,
     Parts,
     Result,
@@ -26,7 +25,6 @@ from kvinterp.commands.kit import (
 )
 from kvinterp.common import words
 from kvinterp.comparison import PARTS, TABLES, Comparison, compare_each, recordable
-from kvinterp.comparison.findings import charts_of_comparison, headline_of, rows_of_comparison
 from kvinterp.errors import KvinterpError
 from kvinterp.models.hook_names import sites_of
 from kvinterp.models.inputs import chosen_layers
@@ -113,19 +111,11 @@ class Compare(OfModel):
 
     # What was found ----------------------------------------------------------------------------------------------------
 
-    def headline(self, comparison: Any) -> list[str]:
-        """Whether the paths agree bit for bit, and whether a token flips."""
-        return headline_of(comparison)
-
     def rows(self, comparison: Any) -> Rows:
         """How far the paths are apart, how often a token flips, and where inside; what could not be recorded, and why."""
         left_out = (comparison.settings or {}).get("left_out", {})
         lacking = [finding("not recorded", float("nan"), note=why, site=site) for site, why in left_out.items()]
-        return [*rows_of_comparison(comparison), *lacking]
-
-    def charts(self, comparison: Any) -> Charts:
-        """KL by step, and where inside the paths differ."""
-        return charts_of_comparison(comparison)
+        return [*comparison.rows(), *lacking]
 
     def page_parts(self, comparison: Any) -> list[Any]:
         """The texts of both paths."""

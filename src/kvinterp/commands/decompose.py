@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from kvinterp.commands.kit import Cell, Made, OfModel, Parts, Result, joined, load_prompts, option, shared
 from kvinterp.patching import Decomposition, decompose
-from kvinterp.patching.findings import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
 from kvinterp.patching.side_by_side import two_paths
 
 
@@ -16,9 +15,6 @@ class Decompose(OfModel):
     """What makes the difference at every step, each part beside its null?"""
 
     RESULT = Decomposition
-    headline = staticmethod(headline_of_decomposition)
-    rows = staticmethod(rows_of_decomposition)
-    charts = staticmethod(charts_of_decomposition)
 
     a: str = option("cached", "Path A, which decodes from a cache, such as cached+int8; it chooses the tokens.")
     b: str = option("recompute", "Path B, which computes the whole prefix again.")

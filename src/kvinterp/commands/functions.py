@@ -7,7 +7,6 @@ import inspect
 from kvinterp.commands.base import Experiment
 from kvinterp.patching import ActivationPatching as Restored
 from kvinterp.patching import Cause
-from kvinterp.patching import findings as of
 
 
 class OfFunction(Experiment):
@@ -31,9 +30,6 @@ class ActivationPatching(OfFunction):
 
     VERB = "activation-patching"
     RESULT = Restored
-    headline = staticmethod(of.headline_of_activation_patching)
-    rows = staticmethod(of.rows_of_activation_patching)
-    charts = staticmethod(of.charts_of_activation_patching)
 
 
 class Localise(OfFunction):

@@ -11,7 +11,6 @@ from kvinterp.common.checks import check_text
 from kvinterp.models.hook_names import site_of
 from kvinterp.patching import DIRECTIONS, PRESETS, Sweep, highest_kl, sweep
 from kvinterp.patching import Patch as Moved
-from kvinterp.patching.findings import charts_of_sweep, headline_of_sweep, rows_of_sweep
 from kvinterp.patching.patch import check_patch_site
 from kvinterp.patching.side_by_side import two_paths
 
@@ -31,9 +30,6 @@ class Patch(OfModel):
     """What carries the difference: which layer, head or block of positions, moved from one path into the other?"""
 
     RESULT = Sweep
-    headline = staticmethod(headline_of_sweep)
-    rows = staticmethod(rows_of_sweep)
-    charts = staticmethod(charts_of_sweep)
 
     a: str = option("cached", "Path A, which decodes from a cache, such as cached+int8; it chooses the tokens.")
     b: str = option("recompute", "Path B, which computes the whole prefix again.")

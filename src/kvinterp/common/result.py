@@ -122,6 +122,20 @@ class Result:
         about = self.contents()[1].get("provenance") or {}
         return about if about and all(isinstance(one, Mapping) for one in about.values()) else {"": about}
 
+    # What was found: a class of results says it of itself; an experiment whose result is tables alone says it for them.
+
+    def headline(self) -> list[str]:
+        """What was found in one or two sentences, and warnings."""
+        return []
+
+    def rows(self) -> Any:
+        """What was found, a row each (:func:`kvinterp.findings.finding`); None where sentences alone say it."""
+        return None
+
+    def charts(self) -> dict[str, Any]:
+        """Its figures by name, as data (:class:`kvinterp.findings.Chart`)."""
+        return {}
+
     def keeper(self) -> Any:
         """The experiment that made it, or that keeps such results."""
         return importlib.import_module("kvinterp.commands.keeping").keeper_of(self)

@@ -14,7 +14,7 @@ from kvinterp import metrics
 from kvinterp.common.numbers import against, counted, models_of
 from kvinterp.common.result import Contents, Result, signed
 from kvinterp.comparison.attention_rows import within
-from kvinterp.comparison.findings import where
+from kvinterp.comparison.findings import charts_of_comparison, headline_of, rows_of_comparison, where
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
@@ -91,6 +91,7 @@ class Comparison(Result):
     """
 
     VERB: ClassVar = "compare"
+    headline, rows, charts = headline_of, rows_of_comparison, charts_of_comparison
 
     steps: pd.DataFrame
     examples: pd.DataFrame

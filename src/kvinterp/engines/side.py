@@ -470,7 +470,11 @@ class Side:
             at = sequence == number
             rows.append({"sequence": self.paths[number].id, **rollout_statistics(trainer[at], rollout[at], sequence[at])})
         every = rollout_statistics(trainer, rollout, sequence)
-        found = {"trainer": "the file's trainer" if own else "our float64", "all": every, "by_sequence": rows}
+        found: dict[str, Any] = {
+            "trainer": "the file's trainer" if own else "our float64",
+            "all": every,
+            "by_sequence": rows,
+        }
         found["intervals"] = rollout_intervals(trainer, rollout, sequence, CHANCE, self.seed)
         ours = self._row(self.near, self.tokens) if "near" in vars(self) else None
         if ours is not None:

@@ -30,6 +30,11 @@ from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.ablations import HandedRows
 from kvinterp.patching.distances import DISTANCES, check_finite, name_of, one_number
+from kvinterp.patching.findings import (
+    charts_of_activation_patching,
+    headline_of_activation_patching,
+    rows_of_activation_patching,
+)
 from kvinterp.patching.hook import PatchHook, read_changes
 from kvinterp.patching.patch import Patch, Where, check_patch_site, heads_at, positions_of, stored_sites
 from kvinterp.patching.recompute import PureRecompute
@@ -68,6 +73,7 @@ class ActivationPatching(Result):
     """
 
     VERB: ClassVar = "activation-patching"
+    headline, rows, charts = headline_of_activation_patching, rows_of_activation_patching, charts_of_activation_patching
 
     frame: pd.DataFrame
     site: str

@@ -39,6 +39,7 @@ from kvinterp.models.inputs import chosen_layers, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import check_finite
+from kvinterp.patching.findings import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import two_paths
 from kvinterp.patching.splitting import DIFFERENCES, Outputs, Split, leading_part
@@ -61,6 +62,7 @@ class Decomposition(Result):
     """
 
     VERB: ClassVar = "decompose"
+    headline, rows, charts = headline_of_decomposition, rows_of_decomposition, charts_of_decomposition
 
     steps: pd.DataFrame
     layers: pd.DataFrame

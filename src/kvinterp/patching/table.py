@@ -15,6 +15,7 @@ from torch import Tensor
 from kvinterp import metrics
 from kvinterp.common.numbers import counted, models_of
 from kvinterp.common.result import Contents, Result, Row, signed
+from kvinterp.patching.findings import charts_of_sweep, headline_of_sweep, rows_of_sweep
 from kvinterp.patching.side_by_side import Advanced, PlannedLane, Setting
 
 LABELS = ["sweep", "site", "layer", "head", "positions"]
@@ -61,6 +62,7 @@ class Sweep(Result):
     """
 
     VERB: ClassVar = "patch"
+    headline, rows, charts = headline_of_sweep, rows_of_sweep, charts_of_sweep
 
     recovery: pd.DataFrame
     steps: pd.DataFrame

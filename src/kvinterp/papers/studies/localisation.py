@@ -47,11 +47,7 @@ from kvinterp.models.inputs import encode_all
 from kvinterp.patching import PRESETS, Decomposition, Sweep, decompose, sweep
 from kvinterp.patching.decomposition import check_splittable
 from kvinterp.patching.findings import (
-    charts_of_decomposition,
-    charts_of_sweep,
     of_model,
-    rows_of_decomposition,
-    rows_of_sweep,
 )
 
 SETS: dict[str, dict[str, str]] = {
@@ -191,7 +187,7 @@ class Localisation(OfModels):
             extra = {"unit": "examples", "measure": "nats", "model": model, "note": note}
             yield median_of("mean KL of an example that is patched, free protocol", group["mean_kl"], **extra)
         for (model, part), one in found_in(result.tables, result.summary["told"]).items():
-            for row in rows_of_decomposition(one) if part == SPLIT else rows_of_sweep(one):
+            for row in one.rows():
                 yield {"model": model, "part": part, **row} | ({"part": f"split, {row['part']}"} if part == SPLIT else {})
 
     def charts(self, result: Result) -> Charts:
@@ -204,8 +200,7 @@ class Localisation(OfModels):
             panel = Panel(table, "layer", "patch", "map", "median", facet="model", scale="signed", label="median recovery")
             charts["localisation"] = Chart("What each patch recovers, layer by layer", [panel], ["in brackets: of what"])
         for (model, part), one in found.items():
-            draw: Callable[..., Charts] = charts_of_decomposition if part == SPLIT else charts_of_sweep
-            for chart in list(draw(one, of_model(one.provenance)).values())[:1] if part in ("paper", SPLIT) else ():
+            for chart in list(one.charts(of_model(one.provenance)).values())[:1] if part in ("paper", SPLIT) else ():
                 charts[f"localisation_{part}_{[*told].index(model)}"] = chart
         return charts
 
