@@ -74,12 +74,20 @@ def penalty(frequency: float, presence: float) -> Rows:
     return of_logits(change)
 
 
-def banned(token: int, bias: float) -> Rows:
-    def change(logits: Tensor, ids: list[int], cut: int) -> Tensor:
-        logits[:, token] += bias
-        return logits
+def biased(bias: float) -> Rows:
+    """A logit bias on the likeliest token that no text drew, as one that is banned is never drawn."""
 
-    return of_logits(change)
+    def rows(model: Any, texts: list[list[int]], cut: int) -> list[np.ndarray]:
+        logits = [logits_of(model, ids).double() for ids in texts]
+        mass = torch.cat([row.softmax(-1) for row in logits]).mean(0)
+        mass[sorted({token for ids in texts for token in ids})] = 0
+        token, found = int(mass.argmax()), []
+        for row, ids in zip(logits, texts, strict=True):
+            row[:, token] += bias
+            found.append(np.r_[np.full(cut, np.nan), chosen(row, ids)[cut:]])
+        return found
+
+    return rows
 
 
 def likeliest(share: int) -> Rows:
@@ -219,7 +227,7 @@ def files(file: Callable[..., Any]) -> Iterator[Any]:
          "prompt|prefix|tokens before", REPLY, LLAMA),
         ("frequency penalty", penalty(0.5, 0.0), penalty(0.05, 0.0), "frequency", REPLY, LLAMA),
         ("presence penalty", penalty(0.0, 1.0), penalty(0.0, 0.1), "presence", REPLY, LLAMA),
-        ("a token that is banned", banned(2, -100.0), banned(300, -100.0), "bias|banned", "", LLAMA),
+        ("a token that is banned", biased(-100.0), biased(-1.0), "bias|banned", "", LLAMA),
         ("the likeliest token's log-prob", likeliest(1), likeliest(3), "likeliest", REPLY + "|sequences 1 and 4", LLAMA),
         ("a prefix of older weights", cached(noisy(0.05)), cached(noisy(0.01)), "prefix|older|prompt", REPLY, LLAMA),
         ("keys of the prompt in fp8", cached(lambda m: m, fp8_keys), cached(lambda m: m, fp8_keys), "fp8", REPLY, LLAMA),
