@@ -21,7 +21,6 @@ from kvinterp.models.hook_names import Names
 from kvinterp.models.hooks import LAST
 from kvinterp.models.inputs import leading_pads
 from kvinterp.models.passes import Passes, WatchesPasses
-from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.recording.generation import Generation, Pass, Stitched, ended, pads_in
 from kvinterp.recording.parts import PART, Parts
@@ -190,12 +189,9 @@ class Recording(Recorder, WatchesPasses):
             raise InputError(
                 f"positions={self.positions!r} was recorded: open kv.record(..., positions='all') for whole texts."
             )
-        about = provenance(self.adapter)
-        return [text for batch in self._batches for text in self._texts_of(batch, output, mask, about)]
+        return [text for batch in self._batches for text in self._texts_of(batch, output, mask)]
 
-    def _texts_of(
-        self, batch: _Batch, output: Tensor | None, mask: Tensor | None, about: dict[str, Any]
-    ) -> Iterator[Generation]:
+    def _texts_of(self, batch: _Batch, output: Tensor | None, mask: Tensor | None) -> Iterator[Generation]:
         if batch.begins:
             raise InputError(
                 f"a cache held {batch.begins} positions before {self.context} was opened, of which nothing was seen: open it "
@@ -233,7 +229,6 @@ class Recording(Recorder, WatchesPasses):
                 kv_heads=self.kv_heads,
                 derived=self.derived,
                 adapter=self.adapter,
-                provenance=about,
             )
 
     def _chosen(self, batch: _Batch, pads: Sequence[int], begin: int, stop: int) -> list[int] | None:

@@ -22,6 +22,7 @@ from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, UnsupportedError, shown
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import hook_name, place_of
+from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS
 from kvinterp.recording.activation_cache import cache_of
 from kvinterp.recording.parts import Saved
@@ -79,7 +80,7 @@ class Generation:
         kv_heads: The KV heads in the records; None for all.
         derived: The sites that were computed beside a kernel that does not show them (SDPA).
         adapter: The model.
-        provenance: Model, machine and settings.
+        made_with: The provenance, where it was read from a folder; else None.
     """
 
     prompt: tuple[int, ...]
@@ -92,7 +93,14 @@ class Generation:
     kv_heads: tuple[int, ...] | None = None
     derived: tuple[str, ...] = ()
     adapter: Any = None
-    provenance: dict[str, Any] = dataclasses.field(default_factory=dict)
+    made_with: dict[str, Any] | None = None
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Model, machine and settings; made when it is asked for, as a hash of all weights takes longer than some tokens."""
+        if self.made_with is None and self.adapter is not None:
+            self.made_with = provenance(self.adapter)
+        return self.made_with or {}
 
     @property
     def text(self) -> tuple[int, ...]:
@@ -204,10 +212,13 @@ class Generation:
             raise InputError(f"folder {str(source)!r} holds no {_TEXT}: give a folder that Generation.save wrote.")
         try:
             about = json.loads(bytes_of(source / _TEXT))
+            made_with = about.pop("provenance")
             places = [(str(site), int(layer)) for site, layer in about.pop("places")]
             listed = {name: None if about[name] is None else tuple(about[name]) for name in _LISTS}
             logits = load(bytes_of(source / _LOGITS))["logits"] if is_file(source / _LOGITS) else None
-            return cls(**{**about, **listed}, records=Saved(source, places), logits=logits, adapter=adapter)
+            return cls(
+                **{**about, **listed}, records=Saved(source, places), logits=logits, adapter=adapter, made_with=made_with
+            )
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise InputError(f"folder {str(source)!r} holds no readable generation ({error}): save it again.") from error
 
