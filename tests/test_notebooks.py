@@ -19,7 +19,14 @@ pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install
 pytestmark = [pytest.mark.xdist_group("notebooks"), pytest.mark.slow]
 FOLDER = Path(__file__).parents[1] / "notebooks"
 OF_FILES = ("05_another_engine", "06_a_mismatch")
-NAMES = ("01_two_paths", "02_where_it_starts", "03_interactive_patching", "04_what_carries_it", *OF_FILES)
+NAMES = (
+    "01_two_paths",
+    "02_where_it_starts",
+    "03_interactive_patching",
+    "04_what_carries_it",
+    *OF_FILES,
+    "07_which_run",
+)
 EVERY = pytest.mark.parametrize("name", NAMES)
 SMALLER = {'PROMPTS = "arithmetic:3"': 'PROMPTS = "arithmetic:2"', "STEPS = 12": "STEPS = 5"}
 """What is made smaller so that the tests are quick; each text must be found."""
