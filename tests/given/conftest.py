@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvinterp.engines import side as engine_side
+from kvinterp.engines import ours as engine_ours
 
 
 @pytest.fixture(scope="session", autouse=True)
 def each_way_of_a_text_is_computed_once() -> Iterator[None]:
     """The judge's tests judge few texts many times; what our own model gives of a text along a way is the same each time."""
-    compute, known = engine_side.own_row, dict[Any, Any]()
+    compute, known = engine_ours.own_row, dict[Any, Any]()
 
     def once(adapter: Any, ids: Any, prompt: int, way: Any) -> Any:
         key = (adapter.facts.name, adapter.dtype, tuple(ids), prompt, way.name, way.size, way.dtype)
@@ -22,5 +22,5 @@ def each_way_of_a_text_is_computed_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_side, "own_row", once)
+        patch.setattr(engine_ours, "own_row", once)
         yield

@@ -9,6 +9,7 @@ surely nearer on tokens that it was not chosen by, and what it leaves is within 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections import Counter
@@ -26,8 +27,9 @@ from kvinterp.common.numbers import listed
 from kvinterp.common.words import dtype_word
 from kvinterp.engines.arrays import path_of_trace
 from kvinterp.engines.hidden import with_hidden_states
+from kvinterp.engines.ours import TRUTH, Ours, Row
 from kvinterp.engines.readers import read_engine
-from kvinterp.engines.side import TRUTH, Ours, Row, Side
+from kvinterp.engines.side import Side
 from kvinterp.engines.ways import RUNGS
 from kvinterp.errors import InputError, KvinterpError
 from kvinterp.models import Adapter, load_model, wrap
@@ -46,6 +48,7 @@ def audit_engine(
     format: str | None = None,
     allow: Sequence[str] = (),
     seed: int = 0,
+    older: Any = None,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> Verdict:
     """Judges log-probs that another engine gave of a model, and those of a trainer where they stand beside them.
@@ -57,6 +60,7 @@ def audit_engine(
         format: The file's format; known by the content unless given.
         allow: Words that shall not fail.
         seed: Seeds the resampling.
+        older: The model with weights of an earlier time, or without an adapter, which an engine or its cache may still have.
         tell: Told what is done next.
 
     Returns:
@@ -77,18 +81,38 @@ def audit_engine(
     ]
     dtype = _declared(paths, declared)
     ours = Ours(adapter, paths, tell)
-    with adapter.one_call(), torch.no_grad():
-        sides = [Side(ours, "the engine", paths, dtype, seed)]
+    earlier = None if older is None else _older(adapter, older)
+    with contextlib.ExitStack() as stack:
+        for each in (adapter, *([] if earlier is None else [earlier])):
+            stack.enter_context(each.one_call())
+        stack.enter_context(torch.no_grad())
+        sides = [Side(ours, "the engine", paths, dtype, seed, earlier)]
         if any(path.trainer is not None for path in paths):
             # What is declared is the engine's; no declared dtype is known for a trainer.
             none: dict[str, Any] = {"top": {}, "missing": Counter(), "step": None}
             rows = [np.full(len(path.ids), np.nan) if path.trainer is None else path.trainer for path in paths]
             turned = [dataclasses.replace(path, chosen=row, **none) for path, row in zip(paths, rows, strict=True)]
-            sides.append(Side(ours, "the trainer", turned, None, seed))
+            sides.append(Side(ours, "the trainer", turned, None, seed, earlier))
         for side in sides:
             side.judge()
         verdict = _verdict(adapter, paths, sides, ours, allow)
         return with_hidden_states(adapter, source, verdict, allow) if isinstance(source, Trace) else verdict
+
+
+def _older(adapter: Adapter, older: Any) -> Adapter:
+    """Wraps the model with weights of an earlier time.
+
+    Raises:
+        InputError: It is another model.
+    """
+    earlier = unrounded(wrap(older))
+    ours, theirs = ((each.facts.vocabulary, len(each.facts.windows)) for each in (adapter, earlier))
+    if ours != theirs:
+        raise InputError(
+            f"older has {theirs[0]:,} tokens and {theirs[1]} layers, and {adapter.facts.name} {ours[0]:,} and {ours[1]}: give "
+            "the same model with weights of an earlier time."
+        )
+    return earlier
 
 
 def unrounded(adapter: Adapter) -> Adapter:

@@ -154,22 +154,101 @@ def truncated(logits: Tensor, ids: np.ndarray) -> Mapping[str, np.ndarray]:
     keeps = {f"top_k={k}": torch.full((len(ids), 1), k - 1) for k in (5, 10, 20, 40, 50, 64, 100) if k <= last}
     for share in (0.5, 0.8, 0.9, 0.95, 0.99):
         keeps[f"top_p={share:g}"] = (sums < share).sum(-1, keepdim=True).clamp(max=last)
-    return {f"after {name}": (own - sums.gather(1, keep).log())[:, 0].numpy() for name, keep in keeps.items()}
+    rows = {f"after {name}": (own - sums.gather(1, keep).log())[:, 0].numpy() for name, keep in keeps.items()}
+    probabilities = logits.softmax(-1)
+    for share in (0.01, 0.02, 0.05, 0.1, 0.2):
+        kept = probabilities.masked_fill(probabilities < share * probabilities.amax(-1, keepdim=True), 0).sum(-1).log()
+        rows[f"after min_p={share:g}"] = (own[:, 0] - kept).numpy()
+    return rows
+
+
+def warm(value: float, logits: Tensor, ids: np.ndarray) -> np.ndarray:
+    """Log-probs, ``[token]``, after a temperature."""
+    return (logits / value).log_softmax(-1).gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()  # type: ignore[no-any-return]
+
+
+_WARM = "after temperature "
+
+
+def warmth(name: str) -> float | None:
+    """The temperature of a cause's name; None of another cause."""
+    return float(name.removeprefix(_WARM).split()[0]) if name.startswith(_WARM) else None
 
 
 def warmed(engine: np.ndarray, logits: Tensor, ids: np.ndarray, where: np.ndarray) -> Mapping[str, np.ndarray]:
-    """Log-probs as :func:`truncated` gives them after the temperature that is nearest to the engine at some of the tokens."""
+    """Log-probs as :func:`truncated` gives them after the temperature that is nearest to the engine at some of the tokens.
 
-    def at(value: float) -> np.ndarray:
-        return (logits / value).log_softmax(-1).gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()  # type: ignore[no-any-return]
+    Alone, and with each truncation behind it, with the temperature that is nearest with that.
+    """
 
     def loss(value: float) -> float:
-        return mean_gap(engine, at(value), where)
+        return mean_gap(engine, warm(value, logits, ids), where)
 
     # The loss has one valley near the truth and may be flat elsewhere: a grid first.
     grid = np.exp(np.linspace(-1.5, 1.5, 13))
     value = fitted(loss, min(grid, key=loss), float(np.log(grid[1] / grid[0])))
-    return {f"after temperature {value:.3g}": at(value)}
+    rows = {f"{_WARM}{value:.3g}": warm(value, logits, ids)}
+    for value in (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3) if logits.shape[1] * len(ids) < 2**22 else ():
+        rows |= {f"{_WARM}{value:.3g} and {name.removeprefix('after ')}": row
+                 for name, row in truncated(logits / value, ids).items()}  # fmt: skip
+    return rows
+
+
+def penalised(
+    engine: np.ndarray, logits: Tensor, ids: np.ndarray, seen: Sequence[Sequence[int]], cuts: np.ndarray, where: np.ndarray
+) -> Mapping[str, np.ndarray]:
+    """Log-probs after each penalty, of the size that is nearest to the engine at some of the tokens.
+
+    Args:
+        engine: ``[token]``, the engine's log-probs.
+        logits: ``[token, vocabulary]``; a repetition penalty, which divides logits above 0, cannot be told of log-probs alone.
+        ids: ``[token]``.
+        seen: For each token the ids before it.
+        cuts: How many of them are the prompt's.
+        where: ``[token]``: those that sizes are chosen on.
+    """
+    counts, every = torch.zeros_like(logits), torch.zeros_like(logits)
+    for row, (before, cut) in enumerate(zip(seen, cuts.tolist(), strict=True)):
+        every[row, list(before)] = 1
+        reply = torch.tensor(before[cut:], dtype=torch.int64)
+        counts[row].index_add_(0, reply, torch.ones(len(reply), dtype=counts.dtype))
+    kinds = {
+        # Logits that a penalty meets are below 0 for most tokens: multiplied, as transformers and vLLM do.
+        "repetition_penalty={:.3g} over prompt and reply": lambda size: torch.where(every > 0, logits * size, logits),
+        "presence_penalty={:.3g}": lambda size: logits - (size - 1) * (counts > 0),
+        "frequency_penalty={:.3g}": lambda size: logits - (size - 1) * counts,
+    }
+    rows = dict[str, np.ndarray]()
+    for name, made in kinds.items():
+
+        def loss(size: float, made: Callable[[float], Tensor] = made) -> float:
+            return mean_gap(engine, warm(1.0, made(size), ids), where)
+
+        grid = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
+        size = fitted(loss, min(grid, key=loss), 0.4)
+        rows["after " + name.format(size if name.startswith("repetition") else size - 1)] = warm(1.0, made(size), ids)
+    return rows
+
+
+def masked(engine: np.ndarray, logits: Tensor, ids: np.ndarray, where: np.ndarray) -> Mapping[str, np.ndarray]:
+    """Log-probs where one token is never drawn or is biased, and those of the likeliest token in the place of the drawn one.
+
+    Banning the token v raises the log-prob of another by ``-log(1 - p(v))``; the token is the nearest one at some of the tokens.
+    """
+    logprobs = logits.log_softmax(-1)
+    own = logprobs.gather(1, torch.from_numpy(ids)[:, None])
+    gap = torch.from_numpy(engine)[:, None] - own
+    chosen = torch.from_numpy(where)
+    rows = {"of the likeliest token, not of the drawn one": logprobs.amax(-1).numpy()}
+    # A bias b of v gives log(1 + p(v) (e^b - 1)) less; here for each token v at once.
+    is_own = torch.from_numpy(ids)[:, None] == torch.arange(logits.shape[1])
+    for bias in (-math.inf, -10.0, -5.0, -2.0, -1.0, 1.0, 2.0, 5.0, 10.0):
+        moved = -(math.expm1(bias) * logprobs.exp()).clamp(min=-1 + 1e-12).log1p()
+        moved = moved + is_own * bias if bias > -math.inf else moved
+        token = int((gap - moved).abs()[chosen].mean(0).argmin())
+        name = f"with a bias of {bias:+g}" if bias > -math.inf else "never drawn"
+        rows[f"those with token {token} {name}"] = (own[:, 0] + moved[:, token]).numpy()
+    return rows
 
 
 Grid = tuple[str, Callable[[np.ndarray], np.ndarray]]

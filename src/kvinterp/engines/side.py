@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,19 @@ from kvinterp.engines.numbers import (
     alike,
     fitted,
     grid_of,
+    masked,
     mean_gap,
     nearer,
+    penalised,
     truncated,
+    warm,
     warmed,
+    warmth,
 )
-from kvinterp.engines.ways import RUNGS, WEIGHTS, Way, causes, log_probs, nulls, own_row
-from kvinterp.engines.where import Null, place
+from kvinterp.engines.ours import TRUTH, Ours, Row
+from kvinterp.engines.prefixes import nearest_edit
+from kvinterp.engines.ways import RUNGS, WEIGHTS, Way, again, both, causes, nulls
+from kvinterp.engines.where import Null, falls_along, place
 from kvinterp.errors import InputError
 from kvinterp.metrics.rollouts import rollout_intervals, rollout_statistics
 from kvinterp.models import Adapter
@@ -35,31 +41,12 @@ from kvinterp.recording.engine_path import ROUNDED, EnginePath, positive
 
 TRIED = 1024
 """The most tokens on which nulls and causes are tried."""
+SCREENED, PAIRED = 8, 3
+"""The most causes that are tried on all sampled tokens, of those that were nearest in one sequence; and as parts of a pair."""
+EDITED = 3e12
+"""The most products of a weight and a token that prompts with a token more or less take."""
 LOGITS = 2**25
 """The most logits of them, whatever the vocabulary."""
-TRUTH = Way("float64")
-
-Row = np.ndarray
-"""``[token]``, log-probs in nats; NaN where there is none."""
-
-
-@dataclasses.dataclass
-class Ours:
-    """Our own log-probs of the same texts, along each way that was asked for, computed once."""
-
-    adapter: Adapter
-    paths: Sequence[EnginePath]
-    tell: Callable[[str], None]
-    known: dict[tuple[str, float, str, int], Row | None] = dataclasses.field(default_factory=dict)
-
-    def row(self, way: Way, number: int) -> Row | None:
-        """``[position]``, the log-probs of one path; None where this model has no such way."""
-        key = (way.name, way.size, way.dtype, number)
-        if key not in self.known:
-            self.tell(f"{way.name}, sequence {number + 1} of {len(self.paths)}")
-            path = self.paths[number]
-            self.known[key] = own_row(self.adapter, path.ids, len(path.prompt), way)
-        return self.known[key]
 
 
 @dataclasses.dataclass
@@ -71,12 +58,15 @@ class Side:
     paths: Sequence[EnginePath]
     declared: str | None
     seed: int
+    older: Adapter | None = None
 
     def __post_init__(self) -> None:
         self.checks: list[Check] = []
         self.table: dict[str, Any] = {"declared": self.declared or "not given", "rungs": [], "tried": []}
         self.begins: int | None = None
         self.where = ""
+        self.prefixed = False
+        self.count = 0
         self.limits: dict[str, dict[str, float] | None] = {}
 
     def judge(self) -> None:
@@ -187,7 +177,7 @@ class Side:
             return None
         row = tokens.gathered(rows)
         # Some tokens have no other one in their place.
-        return row if np.isfinite(row).all() or way.word == "misaligned" else None
+        return row if np.isfinite(row).all() or way.word == "misaligned" or way.before is not None else None
 
     def _distance(self, row: Row, beside: Row) -> Row:
         """Returns how far one of our rows is from another, once it is written as the side's are."""
@@ -273,9 +263,10 @@ class Side:
             f"{row['null_max']:.3g}; stands on {stands} ({n}).",
             row["mean"],
         )  # fmt: skip
-        self.begins = at = self.tokens.onset(self.gap, noise)
-        shape = "no position was found at which it begins" if at is None else f"more of it from position {at} on"
-        self._say("shape", "passed", f"{shape}: a suspicion, no cause ({n}).")
+        if within:
+            self.begins = at = self.tokens.onset(self.gap, noise)
+            shape = "no position was found at which it begins" if at is None else f"more of it from position {at} on"
+            self._say("shape", "passed", f"{shape}: a suspicion, no cause ({n}).")
         # Errors add as squares.
         mean, most = np.sqrt(max(row["null_mean"] ** 2 - 1, 0)) * row["own"], row["null_max"] * noise.max()
         self.table |= {
@@ -303,6 +294,8 @@ class Side:
         where = place(self.tokens, [len(path.prompt) for path in self.paths], self.gap, null)
         self.begins = where.first
         self.where = where.said
+        prompts = np.array([len(path.prompt) for path in self.paths])
+        self.prefixed = falls_along(self.tokens, prompts[self.tokens.sequence], self.gap, noise, where.off)
         self.table["where"] = {"said": where.said, "tokens": int(where.off.sum()), "sequences": where.rows}
         self._say("which tokens", "failed", f"{where.said} ({where.off.sum():,} of {len(self.gap):,} tokens).")
         if where.off.sum() >= FEWEST:
@@ -313,31 +306,117 @@ class Side:
     def _explanation(self, within: bool) -> tuple[str, str] | None:
         """Returns word and why of the first cause that gives what the side gave; within rounding only truncations are tried."""
         n = f"n = {int(self.sample.held_out.sum()):,} held-out tokens"
-        ways = {way.name: way for way in causes()}
+        longest = max(len(path.ids) for path in self.paths)
+        ways = {way.name: way for way in causes(self.ours.adapter, self.begins, longest, self.older)}
+        if self.near.name != "float32":
+            # A quantised cache turns a rounding into a step of its own, so that it is tried in the precision of the side.
+            ways |= {
+                name: dataclasses.replace(way, dtype=self.near.dtype) for name, way in ways.items() if way.word == "policy"
+            }
+        every = dict[str, Row]()
         for step in ("semantics",) if within else ("alignment", "semantics", "substitution"):
             rows = self._processed(within) if step == "semantics" else self._computed(
                 [way for way in ways.values() if (way.word == "misaligned") == (step == "alignment")]
             )  # fmt: skip
+            every |= rows
             name, left = self._remaining(rows, ways)
             if step == "substitution":
-                self.tried = f"none of {len(rows)} causes of ours reproduces it held out"
+                self.tried = f"none of {self.count} causes of ours reproduces it held out"
                 best = self._nearest(rows)
                 if not name and best and (sized := self._best_size(ways[best])) is not None:
                     ways[sized.name] = sized
                     row = self._row(sized, self.sample)
                     name, left = self._remaining({} if row is None else {sized.name: row}, ways)
+                    every |= {} if row is None else {sized.name: row}
             if name:
-                word = ways[name].word if name in ways else "processed"
-                if step == "substitution":
-                    why = f"{name} reproduces it token by token: {left:.2g} of it is left ({n})."
-                    self.table["named"] = name
-                else:
-                    why = f"the log-probs are {name}: that leaves {left:.2g} of the mean difference held out ({n})."
-                self._say(step, "passed" if word in GOOD else "failed", why, left)
-                return word, why
-            none = self.tried if step == "substitution" else f"as given; {', '.join(rows)} do not give it"
+                return self._named(step, name, ways[name].word if name in ways else "processed", left, n)
+            none = f"as given; {', '.join(rows)} do not give it"
+            if step == "substitution":
+                if (found := self._pair(ways, every)) is not None:
+                    return self._named(step, *found, n)
+                if (found := self._other_prompt()) is not None:
+                    return self._named("alignment", *found, n)
+                none = self.tried
             self._say(step, "cannot tell" if step == "substitution" else "passed", f"{none} ({n}).")
         return None
+
+    def _named(self, step: str, name: str, word: str, left: float, n: str) -> tuple[str, str]:
+        """Says a cause that was accepted, with the distance before and after; returns its word and the sentence."""
+        before = mean_gap(self.sample.engine, self.sample_truth, self.sample.held_out)
+        fall = f"{before:.2g} nats fall to {before * left:.2g}, {n}"
+        if step == "substitution":
+            why = f"{name} reproduces it token by token: {left:.2g} of it is left ({fall})."
+            self.table["named"] = name
+        else:
+            why = f"the log-probs are {name}: that leaves {left:.2g} of the mean difference held out ({fall})."
+        self._say(step, "passed" if word in GOOD else "failed", why, left)
+        return word, why
+
+    def _pair(self, ways: Mapping[str, Way], rows: Mapping[str, Row]) -> tuple[str, str, float] | None:
+        """Returns name, word and share of two causes that together give what the side gave, one of them surely nearer alone."""
+        side, truth, held = self.sample.engine, self.sample_truth, self.sample.held_out
+        fit = {name: mean_gap(side, row, ~held) for name, row in rows.items()}
+        order = sorted(fit, key=fit.__getitem__)
+        best = next(iter(order), "")
+        if not best or not nearer(side, rows[best], truth, held):
+            return None
+        made, words = dict[str, Way](), dict[str, str]()
+        found = dict[str, Row]()
+        for way in [ways[name] for name in order[:PAIRED] if name in ways]:
+            if way.name == best:
+                for other in [ways[name] for name in order[1 : 2 * PAIRED] if name in ways]:
+                    if (pair := both(way, other)) is not None and (row := self._row(pair, self.sample)) is not None:
+                        made[pair.name], words[pair.name], found[pair.name] = pair, way.word, row
+            for name, row in self._processed(False, way).items():
+                words[f"{name} with {way.name}"], found[f"{name} with {way.name}"] = way.word, row
+        name, left = self._remaining(found, made)
+        if not name and best not in ways:
+            return self._pair_processed(best, ways)
+        return (name, words[name], left) if name else None
+
+    def _pair_processed(self, best: str, ways: Mapping[str, Way]) -> tuple[str, str, float] | None:
+        """As :meth:`_pair` where the better of the two is a temperature: every cause is screened behind it."""
+        number = self._screening()
+        few = self.sample.at(self.sample.sequence == number)
+        fit = ~self.sample.held_out[self.sample.sequence == number]
+        gaps = dict[str, float]()
+        if (value := warmth(best)) is None:
+            return None
+        for name, way in ways.items():
+            if (about := self._logits(way, few)) is not None:
+                gaps[name] = mean_gap(few.engine, warm(value, *about), fit)
+        words, found = dict[str, str](), dict[str, Row]()
+        for way in [ways[name] for name in sorted(gaps, key=gaps.__getitem__)[:PAIRED]]:
+            for name, row in self._processed(False, way).items():
+                words[f"{name} with {way.name}"], found[f"{name} with {way.name}"] = way.word, row
+        name, left = self._remaining(found, {})
+        return (name, words[name], left) if name else None
+
+    def _screening(self) -> int:
+        """Returns the sequence with the most of the distance on the tokens that causes are chosen on."""
+        gap = np.where(self.sample.held_out, 0.0, np.abs(self.sample.engine - self.sample_truth))
+        return int(np.bincount(self.sample.sequence, gap).argmax())
+
+    def _other_prompt(self) -> tuple[str, str, float] | None:
+        """Looks for a token more or less in the prompts; returns what was found, as :meth:`_pair` does."""
+        found = dict[int, tuple[tuple[int, ...], str]]()
+        adapter = self.ours.adapter
+        size = sum(parameter.numel() for parameter in adapter.model.parameters())
+        numbers = np.unique(self.sample.sequence).tolist()
+        for number in numbers:
+            path, at = self.paths[number], self.sample.sequence == number
+            own = self.sample.at(at & ~self.sample.held_out & (self.sample.position >= len(path.prompt)))
+            most = int(EDITED / size / max(1, len(path.ids) * len(numbers)))
+            if not len(own.engine) or not path.prompt or (edited := nearest_edit(adapter, path, own, most)) is None:
+                continue
+            found[number] = edited
+        if not found:
+            return None
+        way = Way("of another prompt", "misaligned", before=lambda paths, n: found[n][0] if n in found else None)
+        row = self._row(way, self.sample)
+        name, left = self._remaining({} if row is None else {way.name: row}, {way.name: way})
+        shown = "; ".join(f"sequence {number + 1}: {said}" for number, (_, said) in sorted(found.items())[:2])
+        return (f"those behind another prompt than the file's ({shown})", way.word, left) if name else None
 
     def _nearest(self, rows: Mapping[str, Row]) -> str:
         """Returns the row that is nearest on the tokens that are not held out; "" of none."""
@@ -366,37 +445,77 @@ class Side:
             if limits is None or own is None:
                 continue
             # A rounding that moves a code of a quantised cache moves it by a whole step: so far is the cause from itself.
-            moved = self._row(dataclasses.replace(ways[name], dtype=rung.dtype), self.sample) if name in ways else None
+            moved = None
+            if name in ways:
+                way = ways[name]
+                beside = again(way) if way.dtype == rung.dtype else dataclasses.replace(way, dtype=rung.dtype)
+                moved = self._row(beside, self.sample)
             units = [self._distance(each, of) for each, of in ((own, truth), (moved, row)) if each is not None]
             if self.sample.ratio(left, max(units, key=np.mean), self.seed)["low"] <= limits["null_mean"]:
                 return name, share
         return "", share
 
-    def _processed(self, within: bool) -> dict[str, Row]:
-        """Returns our float64 after each truncation; beyond rounding also after a temperature, or in another base."""
+    def _logits(self, way: Way, tokens: Tokens) -> tuple[torch.Tensor, np.ndarray] | None:
+        """Returns ``[token, vocabulary]`` log-probs of a way and ``[token]`` ids; None where this model has no such way."""
         logits, ids = [], []
-        for number in np.unique(self.sample.sequence):
-            path, at = self.paths[number], self.sample.position[self.sample.sequence == number]
-            row = log_probs(self.ours.adapter, path.ids, len(path.prompt), TRUTH)
-            assert row is not None
+        for number in np.unique(tokens.sequence).tolist():
+            path, at = self.paths[number], tokens.position[tokens.sequence == number]
+            # What a shift leaves without a token is that of an end.
+            at = (at + way.shift).clip(1, len(path.ids) - 1)
+            row = self.ours.logits(way, number)
+            if row is None:
+                return None
             logits.append(row[torch.from_numpy(at - 1)].cpu())
             ids.append(np.array(path.ids)[at])
-        about = torch.cat(logits), np.concatenate(ids)
+        return torch.cat(logits), np.concatenate(ids)
+
+    def _processed(self, within: bool, way: Way = TRUTH) -> dict[str, Row]:
+        """Returns our float64 after each truncation; beyond rounding also after a temperature, penalties, or in another base."""
+        about = self._logits(way, self.sample)
+        if about is None:
+            return {}
         if within:
             return dict(truncated(*about))
+        side, fit = self.sample.engine, ~self.sample.held_out
+        if way is not TRUTH:
+            return dict(warmed(side, *about, fit))
         bases = {f"in base {base}, not in nats": self.sample_truth / np.log(base) for base in (2, 10)}
-        return {**truncated(*about), **warmed(self.sample.engine, *about, ~self.sample.held_out), **bases}
+        rows = {**truncated(*about), **warmed(side, *about, fit), **bases}
+        seen = [self.paths[n].ids[:at] for n, at in zip(self.sample.sequence, self.sample.position, strict=True)]
+        cuts = np.array([len(self.paths[n].prompt) for n in self.sample.sequence])
+        return {**rows, **penalised(side, *about, seen, cuts, fit), **masked(side, *about, fit)}
 
     def _computed(self, ways: Sequence[Way]) -> dict[str, Row]:
-        """Returns our float64 with each cause that changes something here."""
+        """Returns our float64 with each cause that changes something here; of many those that are nearest in one sequence."""
         rows, side, fit = dict[str, Row](), self.sample.engine, ~self.sample.held_out
+        if len(ways) > 2 * SCREENED and len(np.unique(self.sample.sequence)) > 1:
+            ways = self._screened(ways)
         for way in ways:
             row = self._row(way, self.sample)
             if row is not None and np.nan_to_num(row - self.sample_truth).any():
                 rows[way.name] = row
                 share = mean_gap(side, row, fit) / max(mean_gap(side, self.sample_truth, fit), TINY)
-                self.table["tried"].append({"cause": way.name, "left": share, "n": int(fit.sum())})
+                self._tried(way.name, share, int(fit.sum()))
         return rows
+
+    def _tried(self, name: str, share: float, n: int) -> None:
+        self.count += name not in {row["cause"] for row in self.table["tried"]}
+        self.table["tried"] = [row for row in self.table["tried"] if row["cause"] != name]
+        self.table["tried"].append({"cause": name, "left": share, "n": n})
+
+    def _screened(self, ways: Sequence[Way]) -> list[Way]:
+        """Returns the causes that are nearest in the sequence that is furthest off."""
+        at = self.sample.sequence == self._screening()
+        few, fit, truth = self.sample.at(at), ~self.sample.held_out[at], self.sample_truth[at]
+        gaps = dict[str, float]()
+        for way in ways:
+            row = self._row(way, few)
+            # A text that stands first in a row has none before it, and is as it was.
+            if row is not None and (way.before is not None or np.nan_to_num(row - truth).any()):
+                gaps[way.name] = mean_gap(few.engine, row, fit)
+                self._tried(way.name, gaps[way.name] / max(mean_gap(few.engine, truth, fit), TINY), int(fit.sum()))
+        kept = sorted(gaps, key=gaps.__getitem__)[:SCREENED]
+        return [way for way in ways if way.name in kept]
 
     def _best_size(self, way: Way) -> Way | None:
         """Returns a cause with the size that is nearest on the tokens that are not held out; None where it has no size."""
@@ -426,6 +545,10 @@ class Side:
             return "wrong-dtype", f"declared {self.declared}, stands on {self.coarser}; {self.tried}."
         how = "" if self.declared == "float32" else "in float32 "
         after = f"Next: see that both have the same checkpoint; then the engine {how}with a plain cache, once cold and once warm."
+        if self.prefixed:
+            tried = f"{self.tried}; it is largest where the replies begin and falls along them, as behind another prompt: "
+            self.tried = f"{tried}other tokens before them than the file says, or a prefix from an older cache"
+            after = "Next: ask the engine for the ids that it saw (vLLM: return_token_ids), and judge these."
         # Further off than with every result rounded to a bit fewer; or, at a token, than any way of the next coarser precision.
         # Where none was declared it may be the coarsest.
         rungs = self.table["rungs"] if self.declared is not None else self.table["rungs"][-1:]

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.engines.llama_cpp import ADDED, llama_cpp
+from kvinterp.engines.prefixes import Prefix, edits
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter, dtype_named
+from kvinterp.models.transformers_cache import text_config
 from kvinterp.paths.model_cache import own_store
 from kvinterp.paths.path import path_named
 from kvinterp.policies import Place, policy_named
@@ -45,6 +47,8 @@ class Way:
         shift: So many tokens further on is the log-prob that a token is given.
         resized: Makes the same cause of another size.
         size: Its own size.
+        before: Which prompt the engine may have seen in the place of the file's.
+        older: A model with other weights, and what it computes: ``"all"``, or ``"prompt"``, the rest by ours on its cache.
         tiled: Where each position was asked for alone: the way of prompts of fewer than :data:`TILE` rows, that of longer ones.
     """
 
@@ -59,6 +63,8 @@ class Way:
     shift: int = 0
     resized: Callable[[float], Way] | None = None
     size: float = 1.0
+    before: Prefix | None = None
+    older: tuple[Adapter, str] | None = None
     tiled: tuple[Way, ...] = ()
 
 
@@ -69,8 +75,19 @@ RUNGS = tuple(Way(dtype, dtype=dtype) for dtype in ("float32", "float16", "bfloa
 """The precisions, from fine to coarse."""
 
 
-def causes() -> list[Way]:
-    """What is tried, each in float64, so that nothing but the cause is in it."""
+FP8 = ("fp8(e4m3)", "fp8(e5m2)", "fp8(e4m3,scale=prefill)", "fp8(e5m2,scale=prefill)", "fp8(e4m3,scale=prefill,per=head)")
+"""Caches in 8-bit floating point: with a scale of 1, of the prompt, and of the prompt by head."""
+
+
+def causes(adapter: Adapter, first: int | None = None, longest: int = 0, older: Adapter | None = None) -> list[Way]:
+    """What is tried, each in float64, so that nothing but the cause is in it.
+
+    Args:
+        adapter: The model.
+        first: The first position that is off, which a window, a table or a context may end at.
+        longest: The length of the longest text.
+        older: The model with weights of an earlier time, if they were given.
+    """
     float16 = Way("float16 cache", "policy", path="cached[cache=float16,prefill=stored]")
     row = Way(
         "values added up in float16, a key after another, as llama.cpp's flash attention of a row does over a float16 cache",
@@ -80,9 +97,10 @@ def causes() -> list[Way]:
     # As where positions jump without a mask: transformers takes what follows for another text.
     apart = "the reply computed without its prompt, as where positions jump without a mask,"
     return [
-        *(Way(f"shifted by {by:+d}", "misaligned", shift=by) for by in (1, -1)),
+        *(Way(f"shifted by {by:+d}", "misaligned", shift=by) for by in (1, -1, 2, -2, 3, -3)),
         Way("computed without the first token (BOS)", "misaligned", fed="headless"),
         Way("computed with a BOS in front", "misaligned", fed="begun"),
+        *(Way(name, "misaligned", before=before) for name, before in edits(adapter).items()),
         float16,
         Way("bfloat16 cache", "policy", path="cached[cache=bfloat16,prefill=stored]"),
         *(
@@ -94,6 +112,15 @@ def causes() -> list[Way]:
                 Way(f"{bits} cache of the prompt alone", "policy", prefix=bits),
                 Way(f"{bits} cache as llama.cpp's, turned", "policy", attributes=llama_cpp(bits, "turned")),
                 Way(f"{bits} cache as llama.cpp's, not turned", "policy", attributes=llama_cpp(bits)),
+            )
+        ),
+        *(
+            each
+            for name in (*FP8, "int8", "int4")
+            for each in (
+                Way(f"{name} cache", "policy", path=f"cached[prefill=stored]+{name}"),
+                Way(f"{name} cache, read behind the prompt", "policy", path=f"cached+{name}"),
+                Way(f"{name} cache of the prompt alone", "policy", prefix=name),
             )
         ),
         Way("float16 cache as llama.cpp's", "policy", attributes=llama_cpp("float16")),
@@ -110,6 +137,8 @@ def causes() -> list[Way]:
         Way("one position for all tokens", "bug", hooks=_positions(lambda at, cut: at * 0)),
         *map(_rope_scale, (0.25, 0.5, 0.9, 0.95, 0.98, 0.99, 1.01, 1.02, 1.05, 1.1, 2.0, 4.0)),
         *map(_rope_base, (0.01, 0.02, 0.1, 0.5, 0.9, 0.98, 1.02, 1.1, 2.0, 10.0, 50.0, 100.0)),
+        *limits(adapter, first, longest),
+        *([] if older is None else stale(older)),
         # What a model that is cast as a whole does to its frequencies too, once it has computed them.
         *(
             Way(f"RoPE frequencies in {dtype}", "bug", attributes=_rope(functools.partial(_rounded, dtype=dtype)))
@@ -119,6 +148,37 @@ def causes() -> list[Way]:
     ]  # fmt: skip
 
 
+def again(way: Way) -> Way:
+    """A cause with every module's result rounded once more: how far it is from itself."""
+    return dataclasses.replace(
+        way, name=f"{way.name}, every result rounded once more", hooks=_joined(way.hooks, _round_again(0, 1))
+    )
+
+
+def both(a: Way, b: Way) -> Way | None:
+    """Two causes at once; None where both are of one kind, or are read at other tokens."""
+    if any(getattr(a, name) != getattr(b, name) and _is_set(a, name) and _is_set(b, name) for name in _ONE):
+        return None
+    one = {name: getattr(a if _is_set(a, name) else b, name) for name in _ONE}
+    if one["path"] and one["prefix"]:
+        return None
+    return Way(f"{a.name} with {b.name}", a.word, attributes=_joined(a.attributes, b.attributes),
+               hooks=_joined(a.hooks, b.hooks), **one)  # fmt: skip
+
+
+_ONE = ("path", "prefix", "fed", "shift", "before", "older", "tiled")
+"""What a way has one of."""
+
+
+def _is_set(way: Way, name: str) -> bool:
+    return bool(getattr(way, name) != getattr(Way(""), name))
+
+
+def _joined(a: Any, b: Any) -> Any:
+    """What yields of both; either where the other is None."""
+    return (lambda *given: [*a(*given), *b(*given)]) if a and b else a or b
+
+
 def nulls(rung: Way) -> tuple[list[Way], list[Way]]:
     """Other ways to compute the same in a precision, which differ by rounding alone; and ways with one bit fewer.
 
@@ -126,13 +186,45 @@ def nulls(rung: Way) -> tuple[list[Way], list[Way]]:
     order and rounds in other places. What is further off than with every result rounded to a bit fewer is no rounding of it.
     """
 
-    def again(bits: int) -> list[Way]:
+    def more(bits: int) -> list[Way]:
         name = f"{rung.name}, every result rounded once more" + ", to a bit fewer" * bits
         return [dataclasses.replace(rung, name=f"{name}, {seed}", hooks=_round_again(seed, 2.0**bits)) for seed in (0, 1)]
 
     cached = dataclasses.replace(rung, name=f"{rung.name} from a cache", path="cached")
     beside = dataclasses.replace(rung, name=f"{rung.name} beside another row", fed="twice")
-    return [cached, beside, *again(0)], again(1)
+    return [cached, beside, *more(0)], more(1)
+
+
+def stale(older: Adapter) -> Iterator[Way]:
+    """Yields what weights of another time do: those of the whole text, of the prompt's cache alone, of the head alone."""
+    yield Way("the older weights for the whole text", "bug", older=(older, "all"))
+    yield Way("the older weights for the prompt's cache, these behind it", "bug", older=(older, "prompt"))
+    yield Way("the older head over these layers", "bug", hooks=_head_of(older))
+
+
+def limits(adapter: Adapter, first: int | None, longest: int) -> Iterator[Way]:
+    """Yields what ends at a position: a window, the model's own or another, a table of positions, a context that is shifted.
+
+    Args:
+        adapter: The model.
+        first: The first position that is off, if there is one.
+        longest: The length of the longest text.
+    """
+    windows = sorted({window for window in adapter.facts.windows if window})
+    sizes = {2**power for power in range(4, 16)}
+    sizes |= {size + by for size in ([first] if first else []) for by in range(-3, 2)} if first else set()
+    near = {size + by for size in windows for by in (-1, 1)} | {size * by for size in windows for by in (2,)}
+    near |= {size // 2 for size in windows}
+    if windows:
+        yield Way("the sliding window ignored", "bug", hooks=_masked(lambda q, k: k < 0, "sliding"))
+    for size in sorted(size for size in near | sizes if 1 < size < longest and size not in windows):
+        own = "a sliding window of {} in the place of {}".format(size, " and ".join(map(str, windows)))
+        name = own if windows else f"a sliding window of {size}, which the model has not"
+        yield Way(name, "bug", hooks=_masked(functools.partial(_outside, size), "sliding" if windows else "all"))
+        clamp = functools.partial(_clamped, size)
+        yield Way(f"positions that end at {size - 1}, as of a RoPE table of {size}", "bug", hooks=_positions(clamp))
+        yield Way(f"a context of {size} whose older half is dropped when it is full", "bug",
+                  hooks=_masked(functools.partial(_dropped, size), "all"))  # fmt: skip
 
 
 # What is changed -----------------------------------------------------------------------------------------------------------
@@ -186,6 +278,66 @@ def _norm_eps(size: float) -> Way:
 def _behind(by: int, at: Tensor, cut: int) -> Tensor:
     """Positions that are so many off behind the prompt."""
     return at + by * (at >= cut)
+
+
+def _head_of(older: Adapter) -> Hooks:
+    """Gives the logits of another model's head."""
+
+    def attach(model: nn.Module, prompt: int) -> Iterator[Any]:
+        own, other = (each.get_output_embeddings() for each in (model, older.model))  # type: ignore[operator]
+
+        def after(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            bias = None if other.bias is None else other.bias.to(output)
+            return nn.functional.linear(args[0], other.weight.to(output), bias)
+
+        yield own.register_forward_hook(after)
+
+    return attach
+
+
+def _clamped(size: int, at: Tensor, cut: int) -> Tensor:
+    return at.clamp(max=size - 1)
+
+
+def _outside(size: int, query: Tensor, key: Tensor) -> Tensor:
+    """Which keys a window of so many positions hides."""
+    return query - key >= size
+
+
+def _dropped(size: int, query: Tensor, key: Tensor) -> Tensor:
+    """Which keys are gone where half of a full context is dropped each time, as llama.cpp's context shift does."""
+    half = size // 2
+    shifts = (query - size).div(half, rounding_mode="floor") + 1
+    return key < shifts.clamp(min=0) * half
+
+
+def _masked(hides: Callable[[Tensor, Tensor], Tensor], which: str) -> Hooks:
+    """Gives attention another mask, of the layers with a sliding window or of all: causal, and hiding some keys."""
+
+    def attach(model: nn.Module, prompt: int) -> Iterator[Any]:
+        types = getattr(text_config(model), "layer_types", None) or ()
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            states = kwargs.get("hidden_states", args[0] if args else None)
+            assert states is not None
+            at = torch.arange(states.shape[1], device=states.device)
+            query, key = at[:, None], at[None]
+            hidden = (key > query) | hides(query, key)
+            mask = torch.zeros_like(hidden, dtype=states.dtype).masked_fill(hidden, torch.finfo(states.dtype).min)
+            return args, {**kwargs, "attention_mask": mask.expand(len(states), 1, *mask.shape)}
+
+        for module in model.modules():
+            layer = getattr(module, "layer_idx", None)
+            if not isinstance(layer, int) or not type(module).__name__.endswith("Attention"):
+                continue
+            if (
+                which == "all"
+                or (layer < len(types) and types[layer] == "sliding_attention")
+                or (not types and getattr(module, "sliding_window", None))
+            ):
+                yield module.register_forward_pre_hook(before, with_kwargs=True)
+
+    return attach
 
 
 def _positions(place: Callable[[Tensor, int], Tensor]) -> Hooks:
@@ -273,14 +425,16 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
     tokens = torch.tensor([ids], device=model.device)
     inner, bos = 0 < prompt < len(ids), getattr(adapter.tokenizer, "bos_token_id", None)
     with changed(model.model, prompt, way) as there:
-        if not there or (not inner and (way.prefix or way.fed == "apart")):
+        if not there or (not inner and (way.prefix or way.fed == "apart" or (way.older and way.older[1] == "prompt"))):
             return None
         if way.fed == "begun" and (bos in (None, ids[0]) or len(ids) == adapter.facts.context):
             return None
         if way.prefix and not (model.plain and model.attention_only):
             return None
         head, rest = tokens[:, :prompt], tokens[:, prompt:]
-        if way.path:
+        if way.older is not None:
+            logits = _by_older(model, way.older[0].at(dtype_named(way.dtype)), way.older[1], head, rest)
+        elif way.path:
             path = path_named(way.path)
             pieces = [head, rest] if path.prefill == "exact" and inner else [tokens]
             store = own_store(model, path, 1, pieces[0].shape[1], len(ids) - pieces[0].shape[1], ())
@@ -301,6 +455,15 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
         else:
             logits = model.forward(tokens.repeat(2, 1) if way.fed == "twice" else tokens)
     return logits[0].to(torch.float64 if way.dtype == "float64" else torch.float32).log_softmax(-1)
+
+
+def _by_older(model: Adapter, older: Adapter, which: str, head: Tensor, rest: Tensor) -> Tensor:
+    """``[row, position, vocabulary]``: a text by other weights, or what is behind a prompt by ours, on a cache of theirs."""
+    if which == "all":
+        return older.forward(torch.cat([head, rest], 1))
+    cache = {older.cache_name: older.new_cache()}
+    before = older.model(head, **cache).logits
+    return torch.cat([before, model.model(rest, **cache).logits], 1)
 
 
 def own_row(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> np.ndarray | None:

@@ -159,6 +159,23 @@ def _candidates(
                 yield f", in blocks of {size}, the first at position {places[0] * size}", mask
 
 
+def falls_along(tokens: Tokens, cut: np.ndarray, gap: np.ndarray, noise: np.ndarray, off: np.ndarray) -> bool:
+    """Whether the distance lies on replies alone and surely falls along them, as behind another prompt, which they outgrow.
+
+    Args:
+        tokens: The judged tokens.
+        cut: ``[token]``, the length of the prompt before each.
+        gap: ``[token]``, the distance in nats.
+        noise: ``[token]``, our own.
+        off: ``[token]``, whether each is one that is off.
+    """
+    along = (tokens.position - cut)[off]
+    if len(along) < FEWEST or (along < 0).any() or along.min() > 1:
+        return False
+    test = scipy.stats.spearmanr(along, (gap[off] + TINY) / (noise[off] + TINY), alternative="less")
+    return bool(test.pvalue < CHANCE)
+
+
 def _turns(tokens: Tokens, cut: np.ndarray) -> np.ndarray:
     """``[token]``: the turn of its reply, from 1 (0: the prompt); a tool's tokens between two turns have no log-prob."""
     new = np.diff(tokens.position, prepend=-1) > 1
