@@ -18,6 +18,7 @@ import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp.engines import numbers
 from kvinterp.engines import ours as judging
+from kvinterp.engines import side
 from kvinterp.engines.judge import audit_engine
 from kvinterp.engines.readers import read_engine
 from kvinterp.errors import InputError
@@ -311,7 +312,7 @@ def test_of_a_large_vocabulary_and_of_long_texts_some_tokens_are_held_out(
     fault: str, model: Any, walked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is tried on few tokens is tried on tokens of several sequences: the first ones alone were all of one, and none held out."""
-    monkeypatch.setattr(judging, "LOGITS", 64 * model.facts.vocabulary)
+    monkeypatch.setattr(side, "LOGITS", 64 * model.facts.vocabulary)
     monkeypatch.setattr(judging, "TRIED", 120)
     found = audit_engine(model, walked(planted.FAULTS[fault][0], "float32"), "float32")
     # So few tokens are held out that a temperature may stay unnamed; it is never passed.

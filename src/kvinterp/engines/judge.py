@@ -48,8 +48,8 @@ def audit_engine(
     format: str | None = None,
     allow: Sequence[str] = (),
     seed: int = 0,
-    older: Any = None,
     tell: Callable[[str], None] = lambda doing: None,
+    older: Any = None,
 ) -> Verdict:
     """Judges log-probs that another engine gave of a model, and those of a trainer where they stand beside them.
 
@@ -60,8 +60,8 @@ def audit_engine(
         format: The file's format; known by the content unless given.
         allow: Words that shall not fail.
         seed: Seeds the resampling.
-        older: The model with weights of an earlier time, or without an adapter, which an engine or its cache may still have.
         tell: Told what is done next.
+        older: The model with weights of an earlier time, or without an adapter, which an engine or its cache may still have.
 
     Returns:
         The verdict, that of the worse side; its ``given`` has the distances, what was tried, and the statistics of reinforcement

@@ -65,7 +65,7 @@ class Side:
         self.table: dict[str, Any] = {"declared": self.declared or "not given", "rungs": [], "tried": []}
         self.begins: int | None = None
         self.where = ""
-        self.prefixed = False
+        self.prefixed = self.unseen = False
         self.count = 0
         self.limits: dict[str, dict[str, float] | None] = {}
 
@@ -295,7 +295,10 @@ class Side:
         self.begins = where.first
         self.where = where.said
         prompts = np.array([len(path.prompt) for path in self.paths])
-        self.prefixed = falls_along(self.tokens, prompts[self.tokens.sequence], self.gap, noise, where.off)
+        cuts = prompts[self.tokens.sequence]
+        # Replies that are off from their beginning behind prompts that nothing is known of.
+        self.unseen = bool((self.tokens.position >= cuts).all() and ((self.tokens.position - cuts)[where.off] <= 1).any())
+        self.prefixed = falls_along(self.tokens, cuts, self.gap, noise, where.off)
         self.table["where"] = {"said": where.said, "tokens": int(where.off.sum()), "sequences": where.rows}
         self._say("which tokens", "failed", f"{where.said} ({where.off.sum():,} of {len(self.gap):,} tokens).")
         if where.off.sum() >= FEWEST:
@@ -499,9 +502,9 @@ class Side:
         return rows
 
     def _tried(self, name: str, share: float, n: int) -> None:
-        self.count += name not in {row["cause"] for row in self.table["tried"]}
-        self.table["tried"] = [row for row in self.table["tried"] if row["cause"] != name]
-        self.table["tried"].append({"cause": name, "left": share, "n": n})
+        others = [row for row in self.table["tried"] if row["cause"] != name]
+        self.table["tried"] = [*others, {"cause": name, "left": share, "n": n}]
+        self.count = len(self.table["tried"])
 
     def _screened(self, ways: Sequence[Way]) -> list[Way]:
         """Returns the causes that are nearest in the sequence that is furthest off."""
@@ -549,6 +552,11 @@ class Side:
             tried = f"{self.tried}; it is largest where the replies begin and falls along them, as behind another prompt: "
             self.tried = f"{tried}other tokens before them than the file says, or a prefix from an older cache"
             after = "Next: ask the engine for the ids that it saw (vLLM: return_token_ids), and judge these."
+        elif self.unseen:
+            after = (
+                "Next: ask the engine for the ids that it saw (vLLM: return_token_ids) and the prompts' log-probs, which are not "
+                "here: that it saw another prompt, other tokens before the replies, is not ruled out."
+            )
         # Further off than with every result rounded to a bit fewer; or, at a token, than any way of the next coarser precision.
         # Where none was declared it may be the coarsest.
         rungs = self.table["rungs"] if self.declared is not None else self.table["rungs"][-1:]
@@ -569,7 +577,7 @@ class Side:
         names = [rung.name for rung in RUNGS]
         if ours not in names[1:] or self.declared == ours:
             return ""
-        # Of what differs by no more than the rounding of weights does nothing else can be said.
+        # No cause can be named for a difference that is no larger than that of rounded weights.
         rows = self.table["rungs"]
         if not any(row["mean"] <= row["null_mean"] for row in rows if names.index(row["precision"]) >= names.index(ours)):
             return ""
