@@ -16,9 +16,8 @@ import writing_given
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
-from kvinterp.engines import numbers
+from kvinterp.engines import numbers, side
 from kvinterp.engines import ours as judging
-from kvinterp.engines import side
 from kvinterp.engines.judge import audit_engine
 from kvinterp.engines.readers import read_engine
 from kvinterp.errors import InputError

@@ -13,8 +13,8 @@ import torch
 from kvinterp.auditing.checks import Check
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS
 from kvinterp.common.numbers import listed
+from kvinterp.engines.logged import logged
 from kvinterp.engines.numbers import (
-    CHANCE,
     FEWEST,
     TINY,
     Tokens,
@@ -35,7 +35,6 @@ from kvinterp.engines.prefixes import nearest_edit
 from kvinterp.engines.ways import RUNGS, WEIGHTS, Way, again, both, causes, nulls
 from kvinterp.engines.where import Null, falls_along, place
 from kvinterp.errors import InputError
-from kvinterp.metrics.rollouts import rollout_intervals, rollout_statistics
 from kvinterp.models import Adapter
 from kvinterp.recording.engine_path import ROUNDED, EnginePath, positive
 
@@ -587,32 +586,8 @@ class Side:
         )
 
     def statistics(self) -> dict[str, Any] | None:
-        """Compares trainer and rollout: the file's own trainer where it has one, or our float64; None where nothing is given."""
-        own = any(path.trainer is not None for path in self.paths)
+        """Returns what a training run logs of these log-probs; None where nothing is given."""
         if "truth" not in vars(self):
             return None
-        trainer = self.tokens.gathered(dict(enumerate(path.trainer for path in self.paths))) if own else self.truth
-        known = np.isfinite(trainer)
-        if not known.any():
-            return None
-        trainer, rollout, sequence = trainer[known], self.tokens.engine[known], self.tokens.sequence[known]
-        rows = []
-        for number in np.unique(sequence):
-            at = sequence == number
-            rows.append({"sequence": self.paths[number].id, **rollout_statistics(trainer[at], rollout[at], sequence[at])})
-        every = rollout_statistics(trainer, rollout, sequence)
-        found: dict[str, Any] = {
-            "trainer": "the file's trainer" if own else "our float64",
-            "all": every,
-            "by_sequence": rows,
-        }
-        found["intervals"] = rollout_intervals(trainer, rollout, sequence, CHANCE, self.seed)
         ours = self._row(self.near, self.tokens) if "near" in vars(self) else None
-        if ours is not None:
-            # What a faultless engine in this precision would log.
-            found["null"] = rollout_statistics(self.truth[known], ours[known], sequence)
-            apart = (self.truth - ours)[known]
-            means = [float(apart[sequence == number].mean()) for number in np.unique(sequence)]
-            floor = {"token": np.median(np.abs(np.expm1(apart))), "sequence": np.median(np.abs(np.expm1(means)))}
-            found["floor"] = {name: float(value) for name, value in floor.items()} | {"precision": self.near.name}
-        return found
+        return logged(self.paths, self.tokens, self.truth, ours, self.near.name if ours is not None else "", self.seed)
