@@ -29,12 +29,12 @@ def found(off: Any, size: float = 30.0, seed: int = 0) -> Where:
     ("off", "said"),
     [
         (lambda s, p: s >= 0, "all 6 sequences are off"),
-        (lambda s, p: s == 4, "sequence 5 of 6 is off; the others agree to rounding"),
+        (lambda s, p: s == 4, "sequence 5 of 6 is off; the others are within their null"),
         (
             lambda s, p: np.isin(s, (1, 4)) & (p < PROMPT),
             "sequences 2 and 5 of 6 are off, in prompt tokens alone; the others",
         ),
-        (lambda s, p: s % 2 == 1, "every second sequence is off (2, 4 and 6 of 6); the others agree to rounding"),
+        (lambda s, p: s % 2 == 1, "every second sequence is off (2, 4 and 6 of 6); the others are within their null"),
         (lambda s, p: p >= PROMPT, "all 6 sequences are off, from their first generated token on"),
         (lambda s, p: p % 2 == 1, "all 6 sequences are off, at odd positions alone"),
         (lambda s, p: np.isin(p // 16, (3, 6)), "all 6 sequences are off, in blocks of 16, the first at position 48"),

@@ -176,10 +176,7 @@ def warmth(name: str) -> float | None:
 
 
 def warmed(engine: np.ndarray, logits: Tensor, ids: np.ndarray, where: np.ndarray) -> Mapping[str, np.ndarray]:
-    """Log-probs as :func:`truncated` gives them after the temperature that is nearest to the engine at some of the tokens.
-
-    Alone, and with each truncation behind it, with the temperature that is nearest with that.
-    """
+    """Log-probs as :func:`truncated` gives them after the temperature that is nearest to the engine at some of the tokens."""
 
     def loss(value: float) -> float:
         return mean_gap(engine, warm(value, logits, ids), where)
@@ -187,11 +184,14 @@ def warmed(engine: np.ndarray, logits: Tensor, ids: np.ndarray, where: np.ndarra
     # The loss has one valley near the truth and may be flat elsewhere: a grid first.
     grid = np.exp(np.linspace(-1.5, 1.5, 13))
     value = fitted(loss, min(grid, key=loss), float(np.log(grid[1] / grid[0])))
-    rows = {f"{_WARM}{value:.3g}": warm(value, logits, ids)}
-    for value in (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3) if logits.shape[1] * len(ids) < 2**22 else ():
-        rows |= {f"{_WARM}{value:.3g} and {name.removeprefix('after ')}": row
-                 for name, row in truncated(logits / value, ids).items()}  # fmt: skip
-    return rows
+    return {f"{_WARM}{value:.3g}": warm(value, logits, ids)}
+
+
+def warmed_and_truncated(logits: Tensor, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """Log-probs after a usual temperature and a truncation, of few tokens and small vocabularies, since each sorts them."""
+    values = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3) if logits.shape[1] * len(ids) < 2**22 else ()
+    return {f"{_WARM}{value:.3g} and {name.removeprefix('after ')}": row
+            for value in values for name, row in truncated(logits / value, ids).items()}  # fmt: skip
 
 
 def penalised(

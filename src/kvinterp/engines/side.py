@@ -28,6 +28,7 @@ from kvinterp.engines.numbers import (
     truncated,
     warm,
     warmed,
+    warmed_and_truncated,
     warmth,
 )
 from kvinterp.engines.ours import TRUTH, Ours, Row
@@ -202,7 +203,7 @@ class Side:
             if own:
                 mean, most = own[0]
                 parts = [self.sample.sequence == number for number in np.unique(self.sample.sequence)]
-                units = [max(float(gaps[0][0][at].mean()), TINY) for at in parts]
+                units = [max(float(gaps[0][0][at].mean()), mean, TINY) for at in parts]
                 self.limits[rung.name] = {
                     "spread": max(
                         float(gap[at].mean()) / unit
@@ -300,7 +301,10 @@ class Side:
         self.prefixed = falls_along(self.tokens, cuts, self.gap, noise, where.off)
         self.table["where"] = {"said": where.said, "tokens": int(where.off.sum()), "sequences": where.rows}
         self._say("which tokens", "failed", f"{where.said} ({where.off.sum():,} of {len(self.gap):,} tokens).")
-        if where.off.sum() >= FEWEST:
+        # What is left out has to be rounding: a cause of every token that shows in some alone is fitted on all.
+        rest = ~where.off
+        fine = not rest.any() or self.gap[rest].mean() <= limits["null_mean"] * noise[rest].mean()
+        if fine and where.off.sum() >= FEWEST:
             self._sampled(self.tokens.at(where.off))
 
     # What explains it --------------------------------------------------------------------------------------------------------
@@ -371,6 +375,9 @@ class Side:
                         made[pair.name], words[pair.name], found[pair.name] = pair, way.word, row
             for name, row in self._processed(False, way).items():
                 words[f"{name} with {way.name}"], found[f"{name} with {way.name}"] = way.word, row
+        if (about := self._logits(TRUTH, self.sample)) is not None:
+            cut = warmed_and_truncated(*about)
+            words, found = words | dict.fromkeys(cut, "processed"), found | cut
         name, left = self._remaining(found, made)
         if not name and best not in ways:
             return self._pair_processed(best, ways)

@@ -47,7 +47,7 @@ class Null:
 
     Attributes:
         noise: ``[token]``, our own distance to float64 in the engine's precision.
-        spread: How many times as far off as our own path the furthest null is on average, in one sequence.
+        spread: How many times as far off as our own path, in the sequence or in all, the furthest null is in one sequence.
         most: The distance at a single token that no null exceeds, in nats.
     """
 
@@ -57,7 +57,7 @@ class Null:
 
     def limit(self, at: np.ndarray) -> float:
         """The mean distance that rounding may have at some tokens."""
-        return self.spread * float(self.noise[at].mean())
+        return self.spread * float(max(self.noise[at].mean(), self.noise.mean()))
 
 
 def place(tokens: Tokens, prompts: Sequence[int], gap: np.ndarray, null: Null) -> Where:
@@ -102,7 +102,9 @@ def _sequences(bad: Sequence[int], gap: np.ndarray, tokens: Tokens) -> tuple[str
         return f"all {count} sequences are off", ""
     others = count - len(bad)
     fine = "rounding" if gap[~np.isin(tokens.sequence, bad)].any() else "exact"
-    agree = {"rounding": ("agrees to rounding", "agree to rounding"), "exact": ("is exact", "are exact")}[fine][others > 1]
+    agree = {"rounding": ("is within its null", "are within their null"), "exact": ("is exact", "are exact")}[fine][
+        others > 1
+    ]
     names = listed([str(number + 1) for number in bad[:NAMED]]) if len(bad) <= NAMED else f"{bad[0] + 1}, {bad[1] + 1}, ..."
     if len(bad) >= max(2, count // 2) and (np.diff(bad) == 2).all():
         return f"every second sequence is off ({names} of {count})", f"; the other{'s' * (others > 1)} {agree}"
