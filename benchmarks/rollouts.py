@@ -2,8 +2,9 @@
 
     python benchmarks/rollouts.py [--only NAME] [--model zoo:llama64-mini] [--size large] [--tables]
 
-Each file has six sampled rollouts of one model, written by an engine that is made of it by hand (below and in
-tests/given/planted.py, by none of the judge's own ways), each fault in two sizes: large, and near the null of its precision.
+Each file has six sampled rollouts of one model, written by an engine that is made of it by hand (below, in
+tests/given/planted.py and, by a writer who had not read the judge's causes, in benchmarks/bugs/rollout_faults.py), each fault in
+two sizes: large, and near the null of its precision.
 Asked is whether line 1 says the right tokens and line 2 the cause, that no sound file fails, and what it takes. A line a file is
 added to benchmarks/results/rollouts.jsonl as it is judged; what is there is not judged again. Nothing here is a test.
 """
@@ -29,9 +30,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests" / "given"))
+sys.path += [str(ROOT / "tests" / "given"), str(ROOT / "benchmarks" / "bugs")]
 
 import planted  # noqa: E402
+import rollout_faults  # noqa: E402
 from writing_given import write_given  # noqa: E402
 
 import kvinterp as kv  # noqa: E402
@@ -265,8 +267,8 @@ def sound() -> Iterator[File]:
 
 
 def files() -> list[File]:
-    """The bank: 40 faults and 20 sound engines."""
-    return [*faults(), *sound()]
+    """The bank: 40 faults and 20 sound engines, and those of a writer who had not read the judge's causes."""
+    return [*faults(), *sound(), *rollout_faults.files(File)]
 
 
 # What is asked ---------------------------------------------------------------------------------------------------------

@@ -251,7 +251,7 @@ def files(file: Callable[..., Any]) -> Iterator[Any]:
             yield file(f"sound, held out: replies alone in {dtype} of {model}", hot_sound, dtype, model=model)
             plain = cached(lambda m: m)
             yield file(f"sound, held out: a token at a time in {dtype} of {model}", plain, dtype, model=model)
-    yield file(f"held out: a prompt without its last newline, large, of {SMOL}", behind(lambda p: [*p[:-1]]), "float32",
+    yield file(f"held out: a prompt without its last newline, of {SMOL}, large", behind(lambda p: [*p[:-1]]), "float32",
                "prompt|prefix|tokens before", REPLY, SMOL)  # fmt: skip
-    yield file(f"held out: frequency penalty, large, of {SMOL}", penalty(0.5, 0.0), "bfloat16", "frequency", REPLY, SMOL)
+    yield file(f"held out: frequency penalty, of {SMOL}, large", penalty(0.5, 0.0), "bfloat16", "frequency", REPLY, SMOL)
     yield file(f"sound, held out: replies alone in bfloat16 of {SMOL}", hot_sound, "bfloat16", model=SMOL)
