@@ -79,6 +79,26 @@ def test_sound_ones_are_right_whatever_is_done_to_their_rows(build):
     assert not torch.allclose(first, second)
 
 
+def t5gemma():
+    from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration
+
+    torch.manual_seed(0)
+    half = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "initializer_range": 0.3,
+    }  # fmt: skip
+    return T5GemmaForConditionalGeneration(T5GemmaConfig(encoder=half, decoder=half, vocab_size=97)).eval()
+
+
+@pytest.mark.parametrize("text", ["generate(4,2)+feed(2,1)", "feed(4)+generate(2,2,new)+feed(1)", "generate(4,4,beams)"])
+def test_generate_is_told_the_positions_that_the_forwards_beside_it_are(text):
+    """It numbers a decoder's columns, pads and all: a step that was told a token's own number went on from another."""
+    subject = EncoderDecoderSubject(t5gemma())
+    assert subject.offset == 0
+    run = came(subject, f"rows(0+2,seed=1)+{text}")
+    assert (run.word, run.why) == (RIGHT, "")
+
+
 def test_pads_of_the_decoder_are_hidden():
     subject = EncoderDecoderSubject(t5())
     assert came(subject, "rows(0+4)+feed(9)+feed(3,1)").word == RIGHT
@@ -170,6 +190,35 @@ def test_each_row_begins_with_an_image_of_its_own():
     assert torch.equal(first, second)  # Without its last token nothing tells which image a prompt has.
     first, second = (subject.plain(subject.tensor([[*begin, 20, 21]])) for begin in subject.begins[:2])
     assert not torch.allclose(first[:, : len(PROMPT)], second[:, : len(PROMPT)])
+
+
+def test_another_batch_holds_whole_images():
+    """Its columns were cut within an image: on a model that counts an image's tokens it raised, as if the model were wrong."""
+    model, seen = llava(), []
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"]), with_kwargs=True)
+    assert came(behind(kv.wrap(model), [PROMPT], IMAGE), "rows(0+4)+request(3,1,rows=same)+feed(9)").word == RIGHT
+    counts = {int((row == 90).sum()) for ids in seen for row in ids if len(row) > 1}
+    assert counts <= {0, 4}
+
+
+class Told(type(llava().model)):
+    """What is told as positions takes the place of others that it makes itself, as with M-RoPE."""
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **more):
+        length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if position_ids is None:
+            position_ids = torch.arange(length, length + input_ids.shape[1])[None] * (
+                2 if bool((input_ids == 90).any()) else 1
+            )
+        return super().forward(input_ids, position_ids=position_ids, past_key_values=past_key_values, **more)
+
+
+def test_positions_are_not_told_where_an_image_makes_others():
+    model = llava()
+    model.model.__class__ = Told
+    subject = behind(kv.wrap(model), [PROMPT], IMAGE)
+    assert subject.offset is None
+    assert behind(kv.wrap(llava()), [PROMPT], IMAGE).offset == 0
 
 
 def test_a_row_that_reads_the_first_rows_image_is_found_and_pasted():

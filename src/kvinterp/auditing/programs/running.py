@@ -601,9 +601,12 @@ class Run(Columns):
     def serve_batch(self, width: int, singly: int) -> None:
         """Serves another batch of as many rows on a cache of its own, padded otherwise where rows can be padded."""
         self._needs_two_caches()
-        subject, columns, mine = self.subject, min(width + singly, self.room), self.program.rows.pads
+        subject, mine = self.subject, self.program.rows.pads
         pads = [(mine[row % len(mine)] + 1 + row) % width for row in range(len(self.texts))]
         pads = pads if "attention_mask" in subject.takes else [0] * len(pads)
+        if subject.whole == "yes":
+            width = max(width, 1 + max(lead + len(begin) for lead, begin in zip(pads, self.begins, strict=True)))
+        columns = min(width + singly, self.room)
         rows = [
             [*self.tokens(count, self.draw), *begin, *self.tokens(columns, self.draw)][:columns]
             for count, begin in zip(pads, self.begins, strict=True)

@@ -93,7 +93,7 @@ class SourcedSubject(ModelSubject):
         **more: Any,
     ) -> Any:
         """Transformers' own ``generate()``: greedy, so many tokens, none of them an end."""
-        told = {} if mask is None else {"attention_mask": mask}
+        told = {} if mask is None else self.numbered({"attention_mask": mask})
         known = self.called(prompt, {**told, **self.reads(begins)}, _filled(cache))
         known |= {} if cache is None else {self.cache_name: cache}
         known |= {name: more.pop(name) for name in ("assistant_model",) if name in more}
@@ -103,6 +103,10 @@ class SourcedSubject(ModelSubject):
     def begun(self, prompt: Tensor, begins: Sequence[tuple[int, ...]], known: dict[str, Any]) -> dict[str, Any]:
         """What ``generate()`` is told of a prompt besides; ``known`` is what it is given, and may be changed."""
         return {}
+
+    def numbered(self, told: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The mask that ``generate()`` is told, and positions where it does not number a row's own tokens by itself."""
+        return dict(told)
 
     def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
         """As its users call it."""
@@ -124,7 +128,8 @@ class SourcedSubject(ModelSubject):
     ) -> str:
         """As its users call it."""
         reads = self.reads(begins)
-        return f"model.generate({self.written(prompt, reads['source'].tolist(), {**told, **reads}, 'no', **more)})"
+        told = {**self.numbered(told), **reads}
+        return f"model.generate({self.written(prompt, reads['source'].tolist(), told, 'no', **more)})"
 
 
 def _filled(cache: Any) -> str:
@@ -156,7 +161,8 @@ class EncoderDecoderSubject(SourcedSubject):
         self._encode(given.cast(torch.float64) if lifted else given, inputs)
         super().__init__(given, lifted)
         self.known, self.stateful = given.facts.vocabulary, False
-        if getattr(type(model), "generate", None) is not GenerationMixin.generate:
+        self.plainly = getattr(type(model), "generate", None) is GenerationMixin.generate
+        if not self.plainly:
             # A generate() of its own, as Whisper's, says otherwise which logits are a beam's.
             self.no_generate |= {"beams"}
         # Some decoders count positions by the pad, and cannot be told others.
@@ -247,6 +253,12 @@ class EncoderDecoderSubject(SourcedSubject):
             known[self.reads_as] = torch.cat([self.read[row] for row in self.reads(begins)["source"].tolist()])
         return {"decoder_start_token_id": int(prompt[0, 0])}
 
+    def numbered(self, told: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of a decoder generate() numbers the columns, where the forwards beside it are told the numbers of a row's tokens."""
+        if self.offset is None or not self.plainly or "attention_mask" not in told:
+            return dict(told)
+        return {**told, "position_ids": (told["attention_mask"].cumsum(-1) - 1).clamp(min=0) + self.offset}
+
     def called(self, ids: Tensor, told: Mapping[str, Tensor], filled: str) -> dict[str, Any]:
         """The decoder's tokens, mask and positions, and what the encoder made of the rows' sources."""
         from transformers.modeling_outputs import BaseModelOutput
@@ -275,7 +287,8 @@ class EncoderDecoderSubject(SourcedSubject):
         rows = self.reads(begins)["source"].tolist()
         read = f"torch.cat([sources[row] for row in {rows}])"
         return (
-            f"model.generate({self.reads_as}={read}, {arguments(f'decoder_input_ids={prompt}', _of_decoder(told), **more)})"
+            f"model.generate({self.reads_as}={read}, "
+            f"{arguments(f'decoder_input_ids={prompt}', _of_decoder(self.numbered(told)), **more)})"
         )
 
 
@@ -316,6 +329,10 @@ class PromptSubject(SourcedSubject):
         tokens = [token for token in self.tokens if token not in (self.pad, 4, 5)]
         self.begins = tuple((*prompt, token) for prompt, token in zip(self.prompts, tokens, strict=False))
         self.room = min(self.context, self.room + max(map(len, self.begins)))
+        if self.offset is not None:
+            # Where an image's tokens have positions in three dimensions those that are told take their place.
+            text = [*self.begins[0], *self.tokens[:4]]
+            self.offset = self._offset(text, self.alone(text))
         self.name += f" behind {', '.join(self.inputs[0])}"
         turned = "{{n: t.flip({}) if t.is_floating_point() else t for n, t in inputs[0].items()}}"
         flips = [f"inputs = [*inputs, {turned.format(axes)}]" for axes in others]
