@@ -3,7 +3,7 @@
     python benchmarks/generated.py [--model real:smollm2-135m] [--rounds 7] [--long 8192]
 
 Every round runs the ways one after the other, so that a slow moment of the machine falls on all; ratios are taken within a
-round and their median is reported. The long text is written by zoo:gqa2-mini's shape with random weights, on disk in parts.
+round and their median is reported. The long text is written by a small model with random weights.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import kvinterp as kv
 from kvinterp.models.inputs import left_padded
 
 BOUNDS = {"resid_post": 1.15, "every site": 1.5}
+STREAMS = "resid_pre,resid_mid,resid_post,attn_out,mlp_out"
 EVERY = "resid_pre,resid_mid,resid_post,attn_out,mlp_out,q,k,v,z,post,pattern"
 
 
@@ -70,15 +71,15 @@ def long(count):
     """Peak memory behind a quarter of a long text and behind the whole, recorded and plain."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4}
+    sizes = {"hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(
         **sizes, num_key_value_heads=1, head_dim=32, vocab_size=512, max_position_embeddings=count + 64, eos_token_id=None
     )
     torch.manual_seed(0)
     adapter = kv.wrap(LlamaForCausalLM(config).eval())
     prompt = list(range(3, 19))
-    one = 4 * 256 * 8 / 2**20
-    print(f"residual streams of 8 layers of width 256 in float32: {one * count:.0f} MiB over {count} tokens")
+    one = 4 * 1024 * 2 * len(STREAMS.split(",")) / 2**20
+    print(f"{STREAMS} of 2 layers of width 1,024 in float32: {one * count:.0f} MiB over {count} tokens")
     for length in (count // 4, count):
         for way in ("on disk", "in memory"):
             if way == "in memory" and length < count:
@@ -86,8 +87,8 @@ def long(count):
             gc.collect()
             with tempfile.TemporaryDirectory() as folder:
                 into = Path(folder) / "parts" if way == "on disk" else None
-                (text,) = kv.generated(adapter, prompt, "resid_post", max_new_tokens=length, into=into)
-                rows = text["resid_post", 7]
+                (text,) = kv.generated(adapter, prompt, STREAMS, max_new_tokens=length, into=into)
+                rows = text["resid_post", 1]
                 print(f"  {length} tokens, {way}: {len(rows)} rows, peak {peak():.0f} MiB so far")
 
 
