@@ -147,6 +147,12 @@ def test_faults_between_rows_are_found_and_pasted():
     assert "reorder_cache" in pasted(run)
 
 
+def test_a_generate_of_its_own_is_not_asked_to_sample():
+    """Whisper's raises when it returns several rows a prompt, with a cache and without: it was said to be the cache."""
+    run = came(EncoderDecoderSubject(whisper()), "rows(0)+generate(1,1,sampled)")
+    assert run.word != WRONG, run.why
+
+
 def test_what_the_encoder_reads_can_be_given():
     model = whisper()
     heard = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(5))

@@ -163,8 +163,8 @@ class EncoderDecoderSubject(SourcedSubject):
         self.known, self.stateful = given.facts.vocabulary, False
         self.plainly = getattr(type(model), "generate", None) is GenerationMixin.generate
         if not self.plainly:
-            # A generate() of its own, as Whisper's, says otherwise which logits are a beam's.
-            self.no_generate |= {"beams"}
+            # A generate() of its own, as Whisper's, says otherwise which logits are a beam's, and raises for several rows.
+            self.no_generate |= {"beams", "sampled"}
         # Some decoders count positions by the pad, and cannot be told others.
         self.controls = tuple(token for token in self.controls if token != self.pad)
         # No pad is taken for a beginning.
