@@ -505,3 +505,20 @@ def test_weights_that_were_rounded_as_they_were_loaded_are_read_again(model: Any
     with torch.no_grad():
         coarse.model.lm_head.weight.mul_(1.5)
     assert audit_engine(coarse, walked(planted.prefill, "float32"), "float32").exit_code == 1
+
+
+def test_a_prefix_that_older_weights_cached_is_named(model: Any, walked: Any) -> None:
+    """A prefix cache that outlives a sync of weights: the prompt is of the older ones, what follows of these."""
+    older = copy.deepcopy(model.model)
+    with torch.no_grad():
+        for parameter in older.parameters():
+            parameter.mul_(1 + 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+
+    def engine(network: Any, ids: list[int], cut: int) -> np.ndarray:
+        return planted.decode(older, ids, cut, len(ids), later=network)
+
+    found = audit_engine(model, walked(engine, "float32"), "float32", older=older)
+    assert "the older weights for the prompt's cache" in found.reading.splitlines()[1], str(found)
+    other = kv.load_model("zoo:gemma2-mini", kind="native", dtype="float32")
+    with pytest.raises(InputError, match="the same model with weights of an earlier time"):
+        audit_engine(model, walked(planted.decode, "float32"), "float32", older=other)

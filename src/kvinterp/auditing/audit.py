@@ -122,6 +122,7 @@ def audit(
     against: str | Path | Trace | None = None,
     format: str | None = None,
     declared: str | None = None,
+    older: Any = None,
 ) -> Any:
     """Says whether a model's cached decoding is right, and if not what is wrong and where.
 
@@ -168,6 +169,7 @@ def audit(
             :meth:`kvinterp.Trace.from_arrays` made of arrays. Then these are judged, on their own tokens.
         format: The format of that file; known by its content unless given.
         declared: The dtype that the engine was said to compute in; what the file says unless given.
+        older: The model with weights of an earlier time, or without an adapter, which that engine or its cache may still have.
 
     Raises:
         InputError: Something given does not fit.
@@ -184,13 +186,13 @@ def audit(
     if model is None:
         raise InputError("no model was given: give one, or two functions of your own, full=f and step=g.")
     if against is not None:
-        for name, (value, default) in _given(arguments, "against", "format", "declared").items():
+        for name, (value, default) in _given(arguments, "against", "format", "declared", "older").items():
             check_unread(name, value, default, "against feeds the tokens of its file and runs no checks; leave it out")
-        judged = against_named()(model, against, declared, format, allow, seed, progress or (lambda _: None))
+        judged = against_named()(model, against, declared, format, allow, seed, progress or (lambda _: None), older)
         if out is not None:
             judged.save(out)
         return judged
-    for name, value in {"format": format, "declared": declared}.items():
+    for name, value in {"format": format, "declared": declared, "older": older}.items():
         check_unread(name, value, None, "nothing is given to judge the model against; leave it out")
     check_choice("lossy", lossy, ("yes", "no"))
     if lossy == "yes" and cache is None:

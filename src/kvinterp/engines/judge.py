@@ -106,10 +106,10 @@ def _older(adapter: Adapter, older: Any) -> Adapter:
         InputError: It is another model.
     """
     earlier = unrounded(wrap(older))
-    ours, theirs = ((each.facts.vocabulary, len(each.facts.windows)) for each in (adapter, earlier))
-    if ours != theirs:
+    shapes = [{name: tuple(value.shape) for name, value in each.model.named_parameters()} for each in (adapter, earlier)]
+    if shapes[0] != shapes[1]:
         raise InputError(
-            f"older has {theirs[0]:,} tokens and {theirs[1]} layers, and {adapter.facts.name} {ours[0]:,} and {ours[1]}: give "
+            f"older is {earlier.facts.name}, whose weights have other names or shapes than those of {adapter.facts.name}: give "
             "the same model with weights of an earlier time."
         )
     return earlier

@@ -161,6 +161,11 @@ class Audit(Experiment):
         only=(lambda asked: asked.against is not None, "no file was given; give one with --against, or leave it out"),
         early=_format,
     )
+    older: str | None = option(
+        None,
+        "The model with weights of an earlier time, or without an adapter, which the engine of --against or its cache may have.",
+        only=(lambda asked: asked.against is not None, "no file was given; give one with --against, or leave it out"),
+    )
 
     def is_own_code(self) -> bool:
         """Whether the model is the user's own code."""
@@ -220,7 +225,12 @@ class Audit(Experiment):
                 # --dtype is what the engine was said to run in. Of weights that were rounded to it no other precision is found
                 # again.
                 adapter = loaded({**self.model_settings(), "dtype": "float32"})
-                result = against_named()(adapter, self.against, self.dtype, self.format, self.allow, self.seed, tell)
+                older = None
+                if self.older is not None:
+                    trust = "trust" if self.remote_code else "refuse"
+                    older = load_model(self.older, self.kind, "float32", self.device, self.attention, trust)
+                how = (self.dtype, self.format, self.allow, self.seed, tell, older)
+                result = against_named()(adapter, self.against, *how)
         texts, tables = files_of(result)
         return tables, {"texts": texts}
 
