@@ -344,6 +344,7 @@ ELSEWHERE = {
     ("audit", "own_class"): "code of one's own, in tests/auditing/test_product.py",
     ("audit", "lossy"): "what is right of a cache that loses, in tests/auditing/test_given_caches.py",
     ("audit", "against"): "another engine's log-probs, in tests/given/test_judge.py",
+    ("audit", "older"): "weights of another time for them, in tests/given/test_judge.py",
     ("audit", "format"): "how they are written, in tests/given/test_readers.py",
     ("audit", "config"): "the config of code of one's own, in tests/auditing/test_product.py",
 }
