@@ -59,9 +59,6 @@ def _text(run: Run, cast: str, body: Sequence[str]) -> str:
     made = [name for name in FROM_TRANSFORMERS if any(f"{name}(" in line for line in body)]
     lines = ["import copy, torch" if any("copy." in line for line in body) else "import torch"]
     lines += [f"from transformers import {', '.join(made)}"] if made else []
-    lines += ["from transformers.modeling_outputs import BaseModelOutput"] * any(
-        "BaseModelOutput(" in line for line in body
-    )
     lines += [] if (kind := run.subject.kind) is None or made else [kind.written(0)[1]]
     if any("TransformerLensKeyValueCache." in line for line in body):
         lines.append("from transformer_lens import TransformerLensKeyValueCache")

@@ -184,7 +184,9 @@ class EncoderDecoderSubject(SourcedSubject):
             self.names = {"inputs": dict(inputs)}
         encoder: Any = twin.source.get_encoder()  # type: ignore[operator]
         with torch.no_grad(), casts_lifted(self.lifted):
-            alone = [encoder(**{name: one}).last_hidden_state for one in made]
+            read = [encoder(**{name: one}) for one in made]
+        # A decoder may ask its encoder's own class for more than states, such as router logits.
+        self.encoded, alone = type(read[0]), [one.last_hidden_state for one in read]
         widths = [one.shape[1] for one in alone]
         self.seen = torch.zeros(len(made), max(widths), dtype=torch.long, device=twin.device)
         for row, width in enumerate(widths):
@@ -200,13 +202,14 @@ class EncoderDecoderSubject(SourcedSubject):
         self.prelude = (
             *lines,
             "read = model.get_encoder()",
-            f"states = [read({name}=one).last_hidden_state for one in sources]",
+            f"outputs = [read({name}=one) for one in sources]",
+            "states = [one.last_hidden_state for one in outputs]",
             f"seen = torch.tensor({self.seen.tolist()})",
             "encoded = torch.zeros(*seen.shape, states[0].shape[-1], dtype=states[0].dtype)",
             "for row, one in enumerate(states):",
             "    encoded[row, seen[row].bool()] = one[0]",
             "def source(*rows):",
-            f"    return dict({mask}encoder_outputs=BaseModelOutput(last_hidden_state=encoded[[*rows]]))",
+            f"    return dict({mask}encoder_outputs=type(outputs[0])(last_hidden_state=encoded[[*rows]]))",
         )
 
     def _takes(self) -> frozenset[str]:
@@ -261,20 +264,18 @@ class EncoderDecoderSubject(SourcedSubject):
 
     def called(self, ids: Tensor, told: Mapping[str, Tensor], filled: str) -> dict[str, Any]:
         """The decoder's tokens, mask and positions, and what the encoder made of the rows' sources."""
-        from transformers.modeling_outputs import BaseModelOutput
-
         given = {"decoder_input_ids": ids, **_of_decoder(told)}
         rows = self.sources(ids, told)
         if len(rows) == 1 and "source" not in told:
-            return {**given, "encoder_outputs": BaseModelOutput(last_hidden_state=self._alone_states[rows[0]])}
+            return {**given, "encoder_outputs": self.encoded(last_hidden_state=self._alone_states[rows[0]])}
         mask = {"attention_mask": self.seen[rows]} if self.padded else {}
-        return {**given, **mask, "encoder_outputs": BaseModelOutput(last_hidden_state=self.states[rows])}
+        return {**given, **mask, "encoder_outputs": self.encoded(last_hidden_state=self.states[rows])}
 
     def written(self, ids: str, rows: Sequence[int], told: Mapping[str, Tensor], filled: str, **more: object) -> str:
         """As its users call it."""
         given = arguments(f"decoder_input_ids={ids}", _of_decoder(told), **more)
         if len(rows) == 1 and "source" not in told:
-            return f"{given}, encoder_outputs=BaseModelOutput(last_hidden_state=states[{rows[0]}])"
+            return f"{given}, encoder_outputs=type(outputs[0])(last_hidden_state=states[{rows[0]}])"
         return f"{given}, **source({', '.join(map(str, rows))})"
 
     def generate_line(
