@@ -154,7 +154,7 @@ def test_alone_it_prints_the_commands() -> None:
     named = re.findall(r"(?m)^│ ([a-z][a-z-]*) ", made.stdout)
     assert len(named) <= 12, "all that one keeps in mind"
     alone = [name for name in experiments() if command_of(name) == (name,)]
-    assert {*named} == {*alone, "study", "show", "report", "list"}
+    assert {*named} == {*alone, "study", "show", "list"}
 
 
 def test_studies_are_listed_under_study() -> None:
@@ -206,7 +206,7 @@ AT_ONCE = (
 """What is wrong with a command, and what is said of it before anything heavy is imported: it took 5 to 29 s."""
 
 
-HELP = ("", "list", "show", "report", "study", *(" ".join(command_of(name)) for name in experiments()))
+HELP = ("", "list", "show", "study", *(" ".join(command_of(name)) for name in experiments()))
 
 
 def test_lists_help_and_errors_need_no_torch(tmp_path: Path) -> None:

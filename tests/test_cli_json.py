@@ -84,7 +84,7 @@ def test_an_interruption_is_an_object_too(tmp_path: Path, monkeypatch: pytest.Mo
 def test_every_command_has_it() -> None:
     root: Any = typer.main.get_command(app)
     named = {**root.commands["study"].commands, **root.commands}
-    for name in (*experiments(), "list", "report", "show"):
+    for name in (*experiments(), "list", "show"):
         command = named[name]
         flags = [flag for each in command.get_params(typer.Context(command)) for flag in each.opts]
         assert flags.count("--json") == 1, name

@@ -66,7 +66,7 @@ def test_attention_writes_every_head_side_by_side(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "attention.html").read_text() == shown.page.html()
     most = table.iloc[0]
     assert f"most in layer {most['layer']}, head {most['head']}:" in made.stdout
-    assert kvinterp("report", tmp_path / "out").exit_code == 0
+    assert kvinterp("show", tmp_path / "out", "--rewrite", "--no-open").exit_code == 0
     assert 'href="./attention.html"' in (tmp_path / "out" / "report.html").read_text()
 
 

@@ -154,6 +154,7 @@ def test_what_is_wrong_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(kv.InputError, match="batch_size='auto' was given"):
         harness.PathLM("zoo:gqa2-mini", batch_size="auto", device="cpu")
 
+    capsys.readouterr()  # what loading says, where a test before has made the log visible
     missing = ModuleNotFoundError("No module named 'langdetect'", name="langdetect")
     for raised, said in (
         (kv.InputError("no such thing"), "error: no such thing\n"),

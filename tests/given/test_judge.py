@@ -312,7 +312,7 @@ def test_of_a_large_vocabulary_and_of_long_texts_some_tokens_are_held_out(
 ) -> None:
     """What is tried on few tokens is tried on tokens of several sequences: the first ones alone were all of one, and none held out."""
     monkeypatch.setattr(side, "LOGITS", 64 * model.facts.vocabulary)
-    monkeypatch.setattr(judging, "TRIED", 120)
+    monkeypatch.setattr(side, "TRIED", 120)
     found = audit_engine(model, walked(planted.FAULTS[fault][0], "float32"), "float32")
     # So few tokens are held out that a temperature may stay unnamed; it is never passed.
     assert found.verdict in (("processed", "unexplained") if "temperature" in fault else ("bug",)), str(found)

@@ -358,12 +358,6 @@ def _show(
     return {"verb": "show", "folder": str(folder), "exit_code": 0, "page": str(page), "opened": seen, "reading": lines}
 
 
-@app.command("report")
-def _report(folder: Folder, as_json: Json = False) -> Mapping[str, Any]:
-    """Make a result's page again: the same as show --rewrite --no-open."""
-    return _show(folder, rewrite=True, no_open=True)
-
-
 What = enum.Enum("What", {name: name for name in LISTED}, type=str)  # type: ignore[misc]
 
 

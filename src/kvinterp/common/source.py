@@ -78,7 +78,7 @@ def _bound(node: ast.stmt) -> list[str]:
 
 def _read_by(node: ast.AST) -> Iterator[str]:
     """The names that a class's statement reads at once, not those that its functions read when they are called."""
-    if isinstance(node, ast.Name):
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         yield node.id
     later = ("annotation", "returns", *["body"] * isinstance(node, ast.FunctionDef | ast.Lambda))
     for field, value in ast.iter_fields(node):
