@@ -125,9 +125,7 @@ def test_every_public_name_is_on_the_page_of_the_api() -> None:
 def test_every_command_is_on_the_page_of_all_commands() -> None:
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     table = "\n".join(line for line in page.splitlines() if line.startswith("|"))
-    missing = [
-        name for name in (*experiments(), "study", "show", "list") if not re.search(rf"`{name}[` ]", table)
-    ]
+    missing = [name for name in (*experiments(), "study", "show", "list") if not re.search(rf"`{name}[` ]", table)]
     assert not missing
 
 
