@@ -2,8 +2,8 @@
 
     python benchmarks/engines.py [--tokens 64 1000] [--dtypes float32 float16 bfloat16] [--models zoo:llama64-mini] [--only NAME]
 
-Three sets: the faults and clean engines that the rules were chosen beside (tests/given/planted.py), kinds of faults that they were
-not (benchmarks/bugs/engine_faults.py), and recordings of engines that they were not (tests/given/recorded). A line a run is added to
+Three sets: the faults and clean engines that the rules were chosen beside (tests/engines/planted.py), kinds of faults that they were
+not (benchmarks/bugs/engine_faults.py), and recordings of engines that they were not (tests/engines/recorded). A line a run is added to
 benchmarks/results/engines.jsonl as it is made; what is there is not made again. The tables are printed at the end, with exact
 (Clopper-Pearson) intervals; --tables prints them of what is there.
 """
@@ -23,7 +23,7 @@ import scipy.stats
 import torch
 
 ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT / "tests" / "given"), str(ROOT / "benchmarks" / "bugs")]
+sys.path += [str(ROOT / "tests" / "engines"), str(ROOT / "benchmarks" / "bugs")]
 
 import engine_faults  # noqa: E402
 import planted  # noqa: E402
@@ -132,7 +132,7 @@ def main() -> None:
     done = {(r["set"], r["case"], r["model"], r["dtype"], r["tokens"]) for r in rows}
     for name in given.models:
         model = kv.load_model(name, kind="native", dtype="float32")
-        for file in sorted((ROOT / "tests" / "given" / "recorded").glob("*.jsonl")) if "llama64" in name else []:
+        for file in sorted((ROOT / "tests" / "engines" / "recorded").glob("*.jsonl")) if "llama64" in name else []:
             engine, _, dtype = file.stem.partition("_")
             about = ("engines held out", file.stem, name, dtype, 0)
             if engine == "llama64-mini" or about in done or given.only not in file.stem:

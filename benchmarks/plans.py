@@ -1,6 +1,6 @@
 """What a named program costs over the plain loop that its users write, at the size of GPT-2 small: ratios of one run.
 
-Random weights, float32, one thread. Each round times a plan and its loop (those of tests/paths/test_calls_loops.py) one after the
+Random weights, float32, one thread. Each round times a plan and its loop (those of tests/core/paths/test_calls_loops.py) one after the
 other, in turns; the ratio is that of each round, and its median is kept. ``python benchmarks/plans.py [ROUNDS]``.
 """
 
@@ -18,7 +18,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tests" / "paths"))
+sys.path.append(str(ROOT / "tests" / "core" / "paths"))
 
 from test_calls_loops import LOOPS, PROMPT, STEPS, TOKENS, Loop  # noqa: E402
 

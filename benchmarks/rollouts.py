@@ -3,7 +3,7 @@
     python benchmarks/rollouts.py [--only NAME] [--model zoo:llama64-mini] [--size large] [--tables]
 
 Each file has six sampled rollouts of one model, written by an engine that is made of it by hand (below, in
-tests/given/planted.py and, by a writer who had not read the judge's causes, in benchmarks/bugs/rollout_faults.py), each fault in
+tests/engines/planted.py and, by a writer who had not read the judge's causes, in benchmarks/bugs/rollout_faults.py), each fault in
 two sizes: large, and near the null of its precision.
 Asked is whether line 1 says the right tokens and line 2 the cause, that no sound file fails, and what it takes. A line a file is
 added to benchmarks/results/rollouts.jsonl as it is judged; what is there is not judged again. Nothing here is a test.
@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT / "tests" / "given"), str(ROOT / "benchmarks" / "bugs")]
+sys.path += [str(ROOT / "tests" / "engines"), str(ROOT / "benchmarks" / "bugs")]
 
 import planted  # noqa: E402
 import rollout_faults  # noqa: E402

@@ -29,7 +29,7 @@ def child(given: argparse.Namespace) -> None:
     """Writes the engine's file, judges it, and prints what it took."""
     import torch
 
-    sys.path.append(str(ROOT / "tests" / "given"))
+    sys.path.append(str(ROOT / "tests" / "engines"))
     import planted
     from writing_given import write_given
 

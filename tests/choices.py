@@ -332,20 +332,20 @@ VERBS: dict[str, tuple[dict[str, Any], dict[str, Changes]]] = {
 """By verb its smallest choices, and for every option what it does to the result of these."""
 
 ELSEWHERE = {
-    ("compare-traces", "first"): "two dumps, in tests/experiments/test_compare_traces.py",
-    ("compare-traces", "second"): "two dumps, in tests/experiments/test_compare_traces.py",
+    ("compare-traces", "first"): "two dumps, in tests/engines/test_compare_traces.py",
+    ("compare-traces", "second"): "two dumps, in tests/engines/test_compare_traces.py",
     **{
-        ("turns", name): "conversations, in tests/experiments/test_turns_command.py"
+        ("turns", name): "conversations, in tests/engines/test_turns_command.py"
         for name in ("file", "cost", "model", "dtype", "kind", "device", "attention")
     },
-    ("attention", "generated"): "a whole generation, in tests/report/test_attention.py",
-    ("chain", "prefill"): "policies under both readings, in tests/behaviour/test_chains.py and tests/policies",
+    ("attention", "generated"): "a whole generation, in tests/core/report/test_attention.py",
+    ("chain", "prefill"): "policies under both readings, in tests/papers/test_chains.py and tests/core/policies",
     ("kernels", "seed"): "the prompt that is fed, in tests/auditing/test_shape_dependence.py",
     ("audit", "own_class"): "code of one's own, in tests/auditing/test_product.py",
     ("audit", "lossy"): "what is right of a cache that loses, in tests/auditing/test_given_caches.py",
-    ("audit", "against"): "another engine's log-probs, in tests/given/test_judge.py",
-    ("audit", "older"): "weights of another time for them, in tests/given/test_judge.py",
-    ("audit", "format"): "how they are written, in tests/given/test_readers.py",
+    ("audit", "against"): "another engine's log-probs, in tests/engines/test_judge.py",
+    ("audit", "older"): "weights of another time for them, in tests/engines/test_judge.py",
+    ("audit", "format"): "how they are written, in tests/engines/test_readers.py",
     ("audit", "config"): "the config of code of one's own, in tests/auditing/test_product.py",
 }
 """Options that are shown to be used by another test, and which."""

@@ -20,7 +20,7 @@ import pandas as pd
 MODEL = "zoo:gqa2-mini"
 SMALL = ("--prompts", "arithmetic:2", "--device", "cpu")
 FEW = ("--ladder-prompts", "1", "--ladder-steps", "1")
-TASKS = str(Path(__file__).with_name("behaviour") / "tasks")
+TASKS = str(Path(__file__).with_name("papers") / "tasks")
 BRIEF = ("--hops", "1", "--seeds", "2", "--temperatures", "0.7", "--max-new-tokens", "3")
 DECODES = ("--strategy", "greedy", "--strategy", "top_p(1.0,1.5)", "--seeds", "1", "--max-new-tokens", "3", "--block", "1")
 VERBS = {

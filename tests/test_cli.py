@@ -451,7 +451,7 @@ THREE = (
 
 
 def test_interrupted_after_one_prompt_it_says_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That it goes on from there is tests/experiments/test_compare.py's, and every verb's with a real signal."""
+    """That it goes on from there is tests/core/commands/test_compare.py's, and every verb's with a real signal."""
     from kvinterp.common.store import Store
 
     keep = Store.keep

@@ -107,7 +107,7 @@ def test_every_command_runs_or_is_marked_as_not_run(tmp_path: Path, monkeypatch:
             elif line.startswith("python -m kvinterp.lm_eval "):
                 assert line in (ROOT / "docs" / "evaluators.md").read_text(
                     encoding="utf-8"
-                )  # tests/behaviour/test_evaluators.py.
+                )  # tests/papers/test_evaluators.py.
             else:
                 assert words[0] == "make", f"{page}: no test runs {line!r}: write <!-- not run: why --> above its block"
                 assert f"part make {words[1]}" in ci, f"{page}: CI runs no {line!r}"

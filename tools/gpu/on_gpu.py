@@ -44,7 +44,7 @@ STUBS = {
     "load.py": "def load_dataset(*_, **__):\n    raise OSError('no datasets on this machine')\n",
 }
 GREEDY, TOP_K, TOP_P = STRATEGIES = ("greedy", "top_k(50,0.8)", "top_p(0.95,0.8)")
-PYTEST = ["tests/contracts/test_cuda.py", "tests/contracts/test_metrics.py", "tests/paths", "-m", "cuda"]
+PYTEST = ["tests/contracts/test_cuda.py", "tests/contracts/test_metrics.py", "tests/core/paths", "-m", "cuda"]
 PACKAGES = ("torch", "transformers", "transformer-lens", "numpy", "pandas", "pyarrow", "scipy", "statsmodels", "tokenizers", "gguf",
             "accelerate", "matplotlib", "pytest", "pytest-xdist", "pytest-timeout", "typer", "jaxtyping", "triton")  # fmt: skip
 

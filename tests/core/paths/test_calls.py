@@ -224,7 +224,7 @@ def test_a_fault_in_each_operation_is_seen_by_compare(steps, monkeypatch):
 
 
 def test_each_operation_has_a_fault_that_is_tried():
-    """Checks of types under pytest break the graphs of a path: that of ``compile`` is in ``tests/programs``."""
+    """Checks of types under pytest break the graphs of a path: that of ``compile`` is in ``tests/auditing/programs``."""
     tried = {step.split("(")[0] for steps in OPERATION_FAULTS for step in steps.split("+") if step[0].isalpha()}
     assert tried == set(OPERATIONS) - {"compile"} - AUDITS_ALONE
 

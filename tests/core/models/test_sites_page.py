@@ -1,6 +1,6 @@
 """docs/sites.md is the table of sites, with the axes that a trace has.
 
-``python tests/models/test_sites_page.py`` writes the page's table anew.
+``python tests/core/models/test_sites_page.py`` writes the page's table anew.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from kvinterp.models import SITES
 from kvinterp.models.hook_names import HOOKS_READ, hook_of
 from kvinterp.models.sites import LAYOUTS
 
-PAGE = Path(__file__).parents[2] / "docs" / "sites.md"
-BEGIN, END = "<!-- the table: python tests/models/test_sites_page.py writes it -->\n", "<!-- end of the table -->\n"
+PAGE = Path(__file__).parents[3] / "docs" / "sites.md"
+BEGIN, END = "<!-- the table: python tests/core/models/test_sites_page.py writes it -->\n", "<!-- end of the table -->\n"
 HEAD = ("site", "what it is", "axes", "hook")
 
 
@@ -31,7 +31,7 @@ ROWS = {site: row_of(site) for site in SITES}
 
 
 def test_the_page_shows_every_site_with_its_meaning_axes_and_hook():
-    """Stale after a change: `python tests/models/test_sites_page.py` writes it anew."""
+    """Stale after a change: `python tests/core/models/test_sites_page.py` writes it anew."""
     assert BEGIN + table() + END in PAGE.read_text(encoding="utf-8")
     for site, row in ROWS.items():
         assert not row[-1] or hook_of(row[-1].strip("`")) in ((site, None), ("embed", 0))
