@@ -36,8 +36,11 @@ def test_the_layer_where_two_libraries_part_is_named(fault: str, models: list[An
     if fault:
         assert "differ by more than rounding from resid_post of layer 2 on" in said, said
         assert "up to resid_post of layer 1 they differ by rounding" in said
+        assert "layer 2, resid_post: first recorded tensor that differs by more than rounding" in said
+        assert "layer 0" not in said
     else:
         assert "hooked and native differ by rounding" in said, said
+        assert "first recorded tensor" not in said
 
 
 def test_without_its_model_a_trace_says_that_rounding_is_not_known(models: list[Any], tmp_path: Any) -> None:

@@ -97,24 +97,43 @@ def _logit_rows(comparison: Comparison) -> Iterator[Finding]:
         yield finding("smallest margin of a decision", smallest, n=len(steps), unit="steps", measure="logits")
 
 
+def _beyond_rounding(comparison: Comparison) -> dict[str, Any] | None:
+    """Where two models are first further apart than rounding, if that was measured; empty where they nowhere are."""
+    about = comparison.provenance.get("two_models")
+    return None if about is None or "jump" not in about else about["jump"] or {}
+
+
 def _first_tensor_rows(comparison: Comparison) -> Iterator[Finding]:
-    """Names the first tensor of two traces, in the order of the computation, that differs."""
-    first = comparison.provenance.get("first")
-    if first:
+    """Names the first tensor of two traces, in the order of the computation, that differs; of two models, beyond rounding."""
+    first, jump = comparison.provenance.get("first"), _beyond_rounding(comparison)
+    if jump is not None:
+        if jump and jump["site"] != "logits":
+            note = f"{number(jump['apart'] / jump['rounding'])} times what rounding does" if jump["rounding"] else ""
+            yield finding("first recorded tensor that differs by more than rounding, relative L2",
+                          jump["apart"] / jump["size"], n=1, unit="prompts", layer=jump["layer"],
+                          tensor=_tensor_name(jump["site"]), note=note)  # fmt: skip
+    elif first:
         before = "everything recorded before it is"
         if first["same"]:
             before = f"{', '.join(first['same'])} of this layer and what was recorded before are"
-        name = first["site"].upper() if first["site"] in ("q", "k", "v") else first["site"]
         yield finding("first recorded tensor that differs, relative L2", first["error"], n=1, unit="prompts",
-                      layer=first["layer"], tensor=name, note=f"{before} the same bits")  # fmt: skip
+                      layer=first["layer"], tensor=_tensor_name(first["site"]), note=f"{before} the same bits")  # fmt: skip
+
+
+def _tensor_name(site: str) -> str:
+    return site.upper() if site in ("q", "k", "v") else site
 
 
 def _layer_rows(comparison: Comparison) -> Iterator[Finding]:
+    about = comparison.provenance.get("two_models", {})
     for site, rows in decoded(comparison, "layers").groupby("site", sort=False):
         medians = rows.groupby("layer")["relative_l2"].median().dropna()
-        above = medians.index[medians > 0]
+        above, what = medians.index[medians > 0], "the first layer above 0"
+        if "jump" in about:
+            far = {row["layer"] for row in about["distances"] if row["site"] == site and row["apart"] > row["rounding"]}
+            above, what = medians.index[medians.index.isin(far)], "the first layer beyond rounding"
         for layer in dict.fromkeys([*above[:1], *medians.index[-1:]]):
-            note = "the first layer above 0" if layer in above[:1] else ""
+            note = what if layer in above[:1] else ""
             by = rows[rows["layer"] == layer].groupby("example")["relative_l2"].median()
             yield median_of(f"median relative L2 of {site}", by, note=note, layer=layer)
 

@@ -18,7 +18,7 @@ from kvinterp.comparison.recordable import COMPARED
 from kvinterp.comparison.rows import comparison_of_example, token_probability
 from kvinterp.comparison.tables import Differences
 from kvinterp.engines.matching import misnamed
-from kvinterp.engines.two_models import beside_float64
+from kvinterp.engines.two_models import FORWARD, beside_float64
 from kvinterp.errors import InputError
 from kvinterp.models.attaching import Site
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
@@ -118,23 +118,16 @@ def _unlike(a: Trace, b: Trace) -> bool:
     return any(a.provenance.get(name) != b.provenance.get(name) for name in ("model", "kind"))
 
 
-_FORWARD = (
-    *("embed", "resid_pre", "q", "k", "v", "cache_k_pre", "cache_k", "cache_v", "attn_scores", "pattern", "z", "result"),
-    *("attn_out", "resid_mid", "router", "post", "mlp_out", "resid_post"),
-)
-"""Sites in the order in which a layer computes them; q, k and v stand beside each other."""
-
-
 def _first_different(a: Trace, b: Trace) -> dict[str, Any]:
     """The first tensor, in the order of the computation, that both recorded with different bits: site, layer and error."""
-    both = [place for place in a.records if place in b.records and place[0] in _FORWARD]
-    for site, layer in sorted(both, key=lambda place: (place[1], _FORWARD.index(place[0]))):
+    both = [place for place in a.records if place in b.records and place[0] in FORWARD]
+    for site, layer in sorted(both, key=lambda place: (place[1], FORWARD.index(place[0]))):
         if _equal(a, b, (site, layer)):
             continue
         pairs = zip(a.records[site, layer], b.records[site, layer], strict=False)
         errors = [float((y.double() - x.double()).norm() / x.double().norm()) for x, y in pairs if x.shape == y.shape]
-        last = max(map(_FORWARD.index, (site, "v")))
-        same = [name for name in _FORWARD[: last + 1] if (name, layer) in both and _equal(a, b, (name, layer))]
+        last = max(map(FORWARD.index, (site, "v")))
+        same = [name for name in FORWARD[: last + 1] if (name, layer) in both and _equal(a, b, (name, layer))]
         return {"site": site, "layer": layer, "error": max(errors, default=float("nan")), "same": same}
     return {}
 

@@ -16,10 +16,15 @@ from torch import Tensor
 
 from kvinterp.common.numbers import number
 from kvinterp.models.attaching import Site
-from kvinterp.models.sites import LAYOUTS
+from kvinterp.models.sites import LAYOUTS, VECTOR_SITES
 from kvinterp.paths import path_named, run
 from kvinterp.recording import Trace
 
+FORWARD = (
+    *("embed", "resid_pre", "q", "k", "v", "cache_k_pre", "cache_k", "cache_v", "attn_scores", "pattern", "z", "result"),
+    *("attn_out", "resid_mid", "router", "post", "mlp_out", "resid_post"),
+)
+"""Sites in the order in which a layer computes them; q, k and v stand beside each other."""
 MOST = 2**31
 """The most parameters of a model of which a copy in float64 is made here."""
 
@@ -34,20 +39,21 @@ def beside_float64(a: Trace, b: Trace, count: int) -> dict[str, Any]:
 
     Returns:
         ``word`` ("equal", "rounding", "no rounding" or "not known"), ``said`` and, by site and layer and for the logits,
-        ``distances``: how far apart both are and both errors together, the median step.
+        ``distances``: how far apart both are and both errors together, the median step; ``jump``, the first of them in the order
+        of layers where they are further apart than that, if there is one.
     """
     models = [trace.model() for trace in (a, b)]
     names = " and ".join(str(trace.provenance.get("kind", "")) for trace in (a, b))
     if any(model is None or sum(p.numel() for p in model.model.parameters()) > MOST for model in models):
         why = "run both in this process to have it measured" if None in models else "too large for a copy in float64 here"
         return {"word": "not known", "said": f"what rounding does to {names} is not known: {why}.", "distances": []}
-    sites = [place for place in a.records if place in b.records and LAYOUTS[place[0]].dimensions == 3]
+    sites = [place for place in a.records if place in b.records and place[0] in VECTOR_SITES and place[0] in FORWARD]
     exact = [_exact(model, trace, sites, count) for model, trace in zip(models, (a, b), strict=True)]
     rows = [
         _distance(place, *(_rows(trace, place, count) for trace in (a, b, *exact))) for place in [*sites, ("logits", -1)]
     ]
     rows = [row for row in rows if row]
-    return {"word": _word(rows), "said": _said(rows, names), "distances": rows}
+    return {"word": _word(rows), "said": _said(rows, names), "distances": rows, "jump": _jump(rows)}
 
 
 def _exact(model: Any, trace: Trace, sites: list[Site], count: int) -> Trace:
@@ -60,11 +66,13 @@ def _exact(model: Any, trace: Trace, sites: list[Site], count: int) -> Trace:
 
 
 def _rows(trace: Trace, place: Site, count: int) -> Tensor | None:
-    """``[step, width]`` of a site at the newest position; the log-probs for the logits."""
+    """``[step, width]`` of a site at the newest position, its heads side by side; the log-probs for the logits."""
     if place[0] == "logits":
         return None if trace.logits is None else trace.logits[:count].double().log_softmax(-1)
-    newest = [row if row.dim() == 1 else row[-1] for row in trace.records[place][:count]]
-    return torch.stack(newest).double() if newest and all(row.dim() == 1 for row in newest) else None
+    # A record has no axis of the batch, and none of positions where the newest alone was kept.
+    layout, records = LAYOUTS[place[0]], trace.records[place][:count]
+    newest = [row.select(layout.rows - 1, -1) if row.dim() == layout.dimensions - 1 else row for row in records]
+    return torch.stack([row.flatten() for row in newest]).double() if newest else None
 
 
 def _distance(
@@ -84,6 +92,18 @@ def _word(rows: list[dict[str, Any]]) -> str:
     return "rounding" if all(row["apart"] <= row["rounding"] for row in rows) else "no rounding"
 
 
+def _by_layer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the order of the computation; the logits are last."""
+    return sorted(
+        rows, key=lambda row: (np.inf,) if row["site"] == "logits" else (row["layer"], FORWARD.index(row["site"]))
+    )
+
+
+def _jump(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The first place, in the order of the computation, that is beyond rounding."""
+    return next((row for row in _by_layer(rows) if row["apart"] > row["rounding"]), None)
+
+
 def _said(rows: list[dict[str, Any]], names: str) -> str:
     """The word, and where it is told."""
 
@@ -92,15 +112,14 @@ def _said(rows: list[dict[str, Any]], names: str) -> str:
 
     if _word(rows) == "equal":
         return f"{names}: nothing that was recorded differs."
-    ordered = sorted(rows, key=lambda row: row["layer"] if row["site"] != "logits" else np.inf)
-    far = [row for row in ordered if row["apart"] > row["rounding"]]
-    if not far:
+    first = _jump(rows)
+    if first is None:
         most = max(rows, key=lambda row: row["apart"] / max(row["rounding"], np.finfo(float).tiny))
         return (
             f"{names} differ by rounding: nowhere are they further apart than both are from their own float64 together; "
             f"nearest to it is {name(most)}, {number(most['apart'])} of {number(most['rounding'])}."
         )
-    first = far[0]
+    ordered = _by_layer(rows)
     before = ordered[: ordered.index(first)]
     within = f"; up to {name(before[-1])} they differ by rounding" if before else ""
     times = number(first["apart"] / first["rounding"]) if first["rounding"] else "infinitely many"
