@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvinterp.models import Adapter
     from support import Case
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "browser"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

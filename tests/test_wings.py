@@ -113,6 +113,15 @@ def test_without_a_wing_the_rest_goes_on(wing: str, tmp_path: Path) -> None:
     assert said == (["InputError", "AttributeError"] if wing == "auditing" else [])
 
 
+@pytest.mark.slow
+def test_the_cores_tests_pass_where_the_wings_are_gone(tmp_path: Path) -> None:
+    folder = _copy(tmp_path, WINGS["auditing"])
+    asked = [sys.executable, "-m", "pytest", "tests/core", "-p", "no:cacheprovider", "-q", "-n", "2", "--dist", "loadgroup"]
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    made = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout[-4000:]
+
+
 def test_the_core_names_no_wing_in_a_text_either() -> None:
     """An import that hides in a string is one that import-linter cannot see."""
     core = ROOT / "src" / "kvinterp"

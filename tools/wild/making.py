@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import importlib
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -45,6 +46,7 @@ SEEN: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 7,
     "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
 }
 """As the bank's sizes, of what sees or hears."""
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_index", "audio_token_id", "audio_token_index")
@@ -83,8 +85,10 @@ def nested(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _small(inner: PretrainedConfig, part: str) -> dict[str, Any]:
     wanted = SIZES if part in ("text_config", "decoder", "decoder_config") else SEEN
     made: dict[str, Any] = {"model_type": inner.model_type} if inner.model_type in CONFIG_MAPPING else {}
-    rope = getattr(inner, "rope_parameters", None)
-    if isinstance(rope, dict) and "mrope_section" in rope:
+    modeling = importlib.import_module(type(inner).__module__.replace(".configuration_", ".modeling_"))
+    if wanted is SIZES and "mrope_section" in inspect.getsource(modeling):
+        rope = getattr(inner, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e4}
+        # Three axes of the halves of a head.
         made["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
     return made | {name: value for name, value in wanted.items() if name in inner.to_dict()}
 
@@ -137,18 +141,22 @@ def images(model: nn.Module) -> Iterator[tuple[int, str]]:
     grid = 4
     flat = f"{grid * grid}, {channels * frames * patch * patch}"
     of_tokens = "torch.tensor([[0, *[1] * {count}, 0, 0]])"
+    of_grid = f"image_grid_thw=torch.tensor([[1, {grid}, {grid}]])"
+    of_shapes = f"spatial_shapes=torch.tensor([[{grid}, {grid}]]), pixel_attention_mask=torch.ones(1, {grid * grid}, dtype=torch.long)"
     for wide, shape, more in (
         (0, f"1, {channels}, {size}, {size}", ""),
         (0, f"1, {channels}, {size}, {size}", f"image_sizes=torch.tensor([[{size}, {size}]])"),
         (0, f"1, {channels}, {size}, {size}", f"token_type_ids={of_tokens}"),
-        ((grid // merge) ** 2, flat, f"image_grid_thw=torch.tensor([[1, {grid}, {grid}]])"),
-        ((grid // merge) ** 2, flat, f"image_grid_thw=torch.tensor([[1, {grid}, {grid}]]), mm_token_type_ids={of_tokens}"),
+        ((grid // merge) ** 2, flat, of_grid),
+        ((grid // merge) ** 2, flat, f"{of_grid}, mm_token_type_ids={of_tokens}"),
+        ((grid // merge) ** 2, f"{grid * grid}, {channels}, {patch}, {patch}", of_grid),
+        ((grid // merge) ** 2, f"1, {flat}", of_shapes),
         (0, f"1, 1, {channels}, {size}, {size}", ""),
         (0, f"1, 1, {channels}, {size}, {size}", f"image_sizes=torch.tensor([[{size}, {size}]])"),
     ):
         made = f"torch.randn({shape}, generator=torch.Generator().manual_seed(4))"
         text = f"dict(pixel_values={made}{', ' * bool(more)}{more})"
-        for count in [wide] if wide else itertools.chain([_counted(model, text)], (4, 16)):
+        for count in dict.fromkeys([_counted(model, text), *([wide] if wide else (4, 16))]):
             if count:
                 yield count, text.replace("{count}", str(count))
 
@@ -161,7 +169,7 @@ def _counted(model: Any, text: str) -> int:
     """How many tokens the model makes of an image, where it says so."""
     try:
         with torch.no_grad():
-            out = model.get_image_features(**eval(text, {"torch": torch}))
+            out = model.get_image_features(**eval(text.replace("{count}", "1"), {"torch": torch}))
     except Exception:  # It has another way of reading one.
         return 0
     out = getattr(out, "pooler_output", out)

@@ -71,6 +71,7 @@ def traces(model: Adapter, sites: str, **options: Any) -> list[kv.Trace]:
 
 def test_heads_of_traces_keep_their_numbers(model: Adapter) -> None:
     """Heads 2 and 3, recorded alone, were called 0 and 1 in the table."""
+    pytest.importorskip("kvinterp.engines")
     whole = kv.compare_traces(*traces(model, "pattern")).heads
     some = kv.compare_traces(*traces(model, "pattern", heads=[3, 2])).heads
     assert set(some["head"]) == {2, 3}
@@ -109,6 +110,7 @@ def test_what_cannot_be_used_is_one_sentence(
 
 def test_each_side_of_two_models_has_its_name_and_the_first_tensor_that_differs_is_named():
     """Both sides were called "recompute" of the first one's model, and where they part was left to whoever reads the layers."""
+    pytest.importorskip("kvinterp.engines")
     sound, wrong = (kv.load_model("zoo:llama64-mini", dtype="float32", device="cpu") for _ in range(2))
     wrong.facts = dataclasses.replace(wrong.facts, name="mine")
     with torch.no_grad():

@@ -75,7 +75,7 @@ def test_a_model_without_a_template_or_with_one_that_refuses_says_so(
     with pytest.raises(kv.InputError, match="has no chat template"):
         kv.compare(small, [prompt], max_new_tokens=2)
     with pytest.raises(kv.InputError, match="has no chat template"):
-        kv.audit(small, prompts=[prompt])
+        kv.run(small, prompt, max_new_tokens=2)
     refuses = "{{ raise_exception('System role not supported') }}"
     monkeypatch.setattr(small.tokenizer, "chat_template", refuses, raising=False)
     with pytest.raises(

@@ -37,6 +37,7 @@ def padded(load: Any) -> Any:
 
 
 def test_a_column_of_minus_infinity_on_both_paths_is_no_token(padded: Any) -> None:
+    pytest.importorskip("kvinterp.engines")
     model = padded(-math.inf)
     both = kv.compare(model, PROMPT, "cached", "recompute@bfloat16", **OPTIONS)
     assert both.failures.empty

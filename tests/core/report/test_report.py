@@ -66,7 +66,7 @@ def test_the_page_asks_the_network_for_nothing(tmp_path: Path) -> None:
     # Marks and pictures of points within the figures, and links to the files beside the page.
     assert all(value.startswith(("data:image/png;base64,", "#", "./")) for value in shown.wanted)
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
-    # The page's one script, which its policy names, asks for nothing: tests/core/report/test_pages_in_a_browser.py.
+    # The page's one script, which its policy names, asks for nothing: tests/test_pages_in_a_browser.py.
     html = re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL)
     assert not re.search(
         r"https?:(?!//www\.w3\.org/2000/svg\")|url\((?!#)|@import|<link|<script|<iframe", re.sub(r"base64,[^\"]*", "", html)

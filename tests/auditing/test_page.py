@@ -73,5 +73,5 @@ def test_the_templates_are_installed_with_the_package() -> None:
     for name in ("page", "parts", "experiment", "audit", "engine", "attention", "panel"):
         assert resources.files("kvinterp.report").joinpath(f"{name}.html.j2").is_file()
     # tomllib is there from Python 3.11 on.
-    settings = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
+    settings = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert re.search(r'package-data\]\nkvinterp = \[[^\]]*"report/\*\.j2", "report/static/\*"', settings)

@@ -15,8 +15,7 @@ playwright is missing::
         check_page(page_opened, path)  # all that every page must hold, wide and narrow, light and dark
 
 ``faults_of`` says what :func:`check_page` would: nothing that is cut off or leaves the window, text and lines with contrast
-against what lies behind them, no light ground on a dark page. A page in a folder that is not ``tests/core/report`` is tested by
-a test in ``tests/core/report`` all the same: that is where the fixture is known.
+against what lies behind them, no light ground on a dark page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// What tests/core/report/browser.py finds wrong with a page: everything unfolded, then measured. Gives a list of sentences.
+// What tests/browser.py finds wrong with a page: everything unfolded, then measured. Gives a list of sentences.
 async () => {
   for (const folded of document.querySelectorAll("details")) folded.open = true;
   const faults = new Set();
