@@ -96,7 +96,9 @@ LISTED: dict[str, Callable[[], list[Row]]] = {
     "kernels": lambda: plugin_rows(plugins_read("kvinterp.paths.kernels.base:Kernels")),
     "paths": lambda: _pairs("path", PATHS),
     "protocols": lambda: _pairs("protocol", PROTOCOLS),
-    "experiments": lambda: _pairs("command", {name: question_of(name).splitlines()[0] for name in experiments()}),
+    "experiments": lambda: _pairs(
+        "command", {name: " ".join(question_of(name).partition("\n\n")[0].split()) for name in experiments()}
+    ),
 }
 LISTED |= {name: functools.partial(_handed, name) for name in handed("lists")}
 """What can be named, each with what makes its rows; a test holds them against the registries."""

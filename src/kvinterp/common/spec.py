@@ -223,8 +223,8 @@ def plugin_rows(kinds: Mapping[str, type]) -> list[dict[str, str]]:
 
 
 def first_line(plugin: object) -> str:
-    """What a plugin does, as its docstring begins."""
-    return (plugin.__doc__ or "").strip().splitlines()[0]
+    """What a plugin does, as its docstring's first paragraph says."""
+    return " ".join((plugin.__doc__ or "").strip().partition("\n\n")[0].split())
 
 
 def fields_of(kind: Any) -> str:

@@ -32,7 +32,7 @@ def page_of(experiment: Any, result: Result, pictures: Sequence[Picture], beside
         pictures: Its figures.
         beside: The files beside the page.
     """
-    heading, _, explanation = experiment.question().partition("\n")
+    heading, _, explanation = experiment.question().partition("\n\n")
     tables, provenances = dict(result.tables), result.provenances()
     findings = tables.pop("findings", None)
     folded = [table_of(name, table) for name, table in tables.items() if len(table)]
