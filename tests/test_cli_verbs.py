@@ -45,7 +45,7 @@ def test_decompose_writes_its_split(tmp_path: Path) -> None:
     made = kvinterp("decompose", MODEL, "--out", tmp_path / "out", *QUICK)
     assert made.exit_code == 0, made.output
     table = pd.read_parquet(tmp_path / "out" / "decomposition.parquet")
-    assert {"example", "step", "total", "fresh", "state", "null"} <= set(table.columns)
+    assert {"example", "step", "total", "newest_row", "state", "null"} <= set(table.columns)
     assert (table.loc[table["step"] == 0, ["total", "state"]] == 0).all(axis=None)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["total"] == pytest.approx(table.loc[table["step"] > 0, "total"].mean(), rel=1e-12, abs=0)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page, check_sorting, faults_of
 
+from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page, check_sorting, faults_of
 from kvinterp.auditing.audit import audit
 from kvinterp.data import Prompt
 from kvinterp.models import wrap

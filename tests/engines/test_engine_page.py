@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 
+from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 from kvinterp.auditing.checks import Check
 from kvinterp.auditing.verdict import Verdict
 from kvinterp.engines.page import OPEN, engine_fragment, page, shaded

@@ -22,17 +22,17 @@ PATHS = {
 }
 """The forms of a path and its options, by an example each; they go together: ``cached[chunk=16,prefill=stored]+q8_0@float32``."""
 PARTS = {
-    "fresh": "the newest row, computed alone at this step",
-    "alone": "K and V of the decoded rows, each computed alone at its own step",
-    "anew": "K and V of earlier rows, which the recompute path computes again among a different number of rows",
-    "kept": "K and V that the cached path stores differently from how they were computed",
+    "newest_row": "the newest row, computed alone at this step",
+    "decoded_kv": "K and V of the decoded rows, each computed alone at its own step",
+    "prefix_kv": "K and V of earlier rows, which the recompute path computes again among a different number of rows",
+    "cache_format": "K and V that the cached path stores differently from how they were computed",
 }
 """The parts of the difference between two paths; as vectors they add up to the whole."""
-ANEW = {
+PREFIX_KV = {
     "prompt": "K and V of the prompt's rows, computed again",
-    "remade": "K and V of the decoded rows, computed again",
+    "decoded_again": "K and V of the decoded rows, computed again",
 }
-"""The two parts of ``anew``."""
+"""The two parts of ``prefix_kv``."""
 
 
 class _Named(dict[str, str]):

@@ -1,4 +1,4 @@
-"""WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into state and fresh."""
+"""WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into its parts."""
 
 from kvinterp.patching.ablations import Ablation
 from kvinterp.patching.around import patched

@@ -1,20 +1,26 @@
 """Splits the difference between the paths into parts of one cause each, every part beside its null.
 
-At every matched step lanes lead from the recompute path to the cached one, each of which changes one thing
-(see the table in :mod:`kvinterp.patching.splitting`). The parts between them:
+At every matched step lanes lead from the recompute path to the cached one, each of which changes
+one thing (see the table in :mod:`kvinterp.patching.splitting`). The parts between them:
 
-- **fresh**: the newest row, computed alone;
-- **alone**: K and V of the decoded rows, each computed alone at its own step instead of among the prefix that it ended;
-- **anew**: K and V of earlier rows, which the recompute path computes again at every step among another number of rows, while
-  the cache keeps them as they were written: the **prompt**'s rows, and the decoded ones (**remade**, with what they inherit from
-  the prompt's). No cache causes this part: the recompute path differs from itself;
-- **kept**: what the cached path stores in another form (a policy, a narrower cache, a prefill in chunks); 0 without these.
+- **newest_row**: the newest row, computed alone;
+- **decoded_kv**: K and V of the decoded rows, each computed alone at its own step instead of among
+  the prefix that it ended;
+- **prefix_kv**: K and V of earlier rows, which the recompute path computes again at every step
+  among another number of rows, while
+  the cache keeps them as they were written: the **prompt**'s rows, and the decoded ones
+  (**decoded_again**, with what they inherit from the prompt's). No cache causes this part: the
+  recompute path differs from itself;
+- **cache_format**: what the cached path stores in another form (a policy, a narrower cache, a
+  prefill in chunks); 0 without these.
 
-As logits and as residual streams total = fresh + alone + anew + kept and anew = prompt + remade; their norms and KL
-divergences need not add up. **state** is all but fresh, carried by earlier rows; **decoded** is remade + alone, carried by the
-decoded rows. **cache** = fresh + alone is the contribution of a cache as such: rows computed alone. Each part's **null** is a
-difference of the same kind that no cache can explain: the recompute path computes the same rows among more rows (a longer suffix,
-which a causal model must not see).
+As logits and as residual streams total = newest_row + decoded_kv + prefix_kv + cache_format and
+prefix_kv = prompt + decoded_again; their norms and KL divergences need not add up. **state** is all
+but newest_row, carried by earlier rows; **decoded** is decoded_again + decoded_kv, carried by the
+decoded rows. **cache** = newest_row + decoded_kv is the contribution of a cache as such: rows
+computed alone. Each part's **null** is a difference of the same kind that no cache can explain: the
+recompute path computes the same rows among more rows (a longer suffix, which a causal model must
+not see).
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ from kvinterp.common.checks import among, check_choice, check_instance, check_wh
 from kvinterp.common.numbers import counted, models_of
 from kvinterp.common.progress import each
 from kvinterp.common.result import Contents, Result, Row, signed
-from kvinterp.common.vocabulary import ANEW, PARTS
+from kvinterp.common.vocabulary import PARTS, PREFIX_KV
 from kvinterp.errors import UnsupportedError, located
 from kvinterp.models import Adapter, wrap
 from kvinterp.models.inputs import chosen_layers, encode_all
@@ -51,13 +57,15 @@ class Decomposition(Result):
     """The split at every step, in nats, and layer by layer.
 
     Attributes:
-        steps: One row an example and step: the KL in nats of total, of the parts fresh, alone, anew (prompt and remade) and
-            kept, of decoded and state, and of the nulls (null, the whole recompute path among more rows, null_fresh,
-            null_alone, null_anew, null_prompt, null_remade); the same as the L2 distance of the logits (total_l2, ...), and
-            cache_l2 with null_cache_l2; ``most``, the part longer than all others together in L2, ``"spread"`` where there
-            is none, ``"none"`` where the logits are bitwise equal; and ``share``, its share of the lengths.
-        layers: One row an example, step and layer: the L2 distance of resid_post for the same, relative to the recompute
-            path's norm.
+        steps: One row an example and step: the KL in nats of total, of the parts newest_row,
+            decoded_kv, prefix_kv (prompt and decoded_again) and cache_format, of decoded and state,
+            and of the nulls (null, the whole recompute path among more rows, null_newest_row,
+            null_decoded_kv, null_prefix_kv, null_prompt, null_decoded_again); the same as the L2
+            distance of the logits (total_l2, ...), and cache_l2 with null_cache_l2; ``most``, the
+            part longer than all others together in L2, ``"spread"`` where there is none, ``"none"``
+            where the logits are bitwise equal; and ``share``, its share of the lengths.
+        layers: One row an example, step and layer: the L2 distance of resid_post for the same,
+            relative to the recompute path's norm.
         provenance: Paths, suffix, model and machine.
     """
 
@@ -84,23 +92,27 @@ class Decomposition(Result):
         return cls(tables["decomposition"], tables["layers"], tables["decomposition"].attrs)
 
     def overview(self) -> pd.DataFrame:
-        """One row a part and one for the whole: mean KL and L2 over the decode steps, and the L2 of its null."""
+        """One row a part and one for the whole: mean KL and L2 over the decode steps, and the L2 of
+        its null.
+        """
         means, rows = self.summary(), []
-        for part in ("total", *PARTS, *ANEW):
+        for part in ("total", *PARTS, *PREFIX_KV):
             row = {"part": part, "kl": means[part], "l2": means[f"{part}_l2"], "null_l2": means.get(f"null_{part}_l2")}
             rows.append({**row, "most_of_steps": means["most"].get(part, 0) if part in PARTS else None})
         return pd.DataFrame(rows).astype({"null_l2": float, "most_of_steps": "Int64"})
 
     def summary(self) -> dict[str, Any]:
-        """Means over the decode steps of every example (step 0 is the same computation on both paths), and counts.
+        """Means over the decode steps of every example (step 0 is the same computation on both
+        paths), and counts.
 
-        ``most`` counts the decode steps by the part that makes most of their difference; ``without_cache`` those that differ
-        although a cache as such contributes nothing; ``within_null`` those where its contribution is no longer than its null.
+        ``most`` counts the decode steps by the part that makes most of their difference;
+        ``without_cache`` those that differ although a cache as such contributes nothing;
+        ``within_null`` those where its contribution is no longer than its null.
         """
         later = self.steps[self.steps["step"] > 0]
         means = later.drop(columns=["example", "step", "most", "share"]).mean()
         differ = later[later["total_l2"] > 0]
-        parts = differ[["fresh_l2", "alone_l2"]].max(axis=1)
+        parts = differ[["newest_row_l2", "decoded_kv_l2"]].max(axis=1)
         return {
             **{name: None if pd.isna(value) else float(value) for name, value in means.items()},
             "most": {str(name): int(count) for name, count in later["most"].value_counts().items()},
@@ -128,7 +140,8 @@ def decompose(
 ) -> Decomposition:
     """Splits the difference between cached decoding and recomputation at every matched step.
 
-    A step takes one forward of each path, five more over the whole context and eight more of one row.
+    A step takes one forward of each path, five more over the whole context and eight more of one
+    row.
 
     Args:
         model: A model of any kind, or an adapter.
@@ -136,10 +149,11 @@ def decompose(
         max_new_tokens: Most steps; the tokens are those the cached path chooses greedily.
         suffix: Tokens put after the prefix in the nulls.
         only: The numbers of the prompts to split, in a resumed or sharded run.
-        cached: The cached path. Its policy on K and V, its cache's dtype and its chunks are the part ``kept``: the other
-            lanes compute one row without them.
+        cached: The cached path. Its policy on K and V, its cache's dtype and its chunks are the
+            part ``cache_format``: the other lanes compute one row without them.
         recompute: The recompute path.
-        plant: A difference to plant in the cached path first, to check that the split names its part.
+        plant: A difference to plant in the cached path first, to check that the split names its
+            part.
         progress: ``"bar"`` or ``"none"``.
 
     Raises:
@@ -169,7 +183,9 @@ def decompose(
 
 
 def check_splittable(adapter: Adapter, suffix: int, plant: Plant | None = None) -> None:
-    """Raises UnsupportedError for a model whose state cannot be split, and InputError for a wrong suffix or plant."""
+    """Raises UnsupportedError for a model whose state cannot be split, and InputError for a wrong
+    suffix or plant.
+    """
     if not adapter.attention_only:
         raise UnsupportedError(
             f"{adapter.facts.architecture} keeps other state than keys and values, which cannot be split this way: "
@@ -184,8 +200,8 @@ def check_splittable(adapter: Adapter, suffix: int, plant: Plant | None = None) 
 def step_rows(lanes: dict[str, Outputs], where: str) -> tuple[Row, list[Row]]:
     """The differences of a step, and of each layer at the step.
 
-    A step has KL in nats and L2 of the logits, the part that makes most of it, and its share. A layer has the L2 distance of
-    resid_post, relative to the recompute path's norm.
+    A step has KL in nats and L2 of the logits, the part that makes most of it, and its share. A
+    layer has the L2 distance of resid_post, relative to the recompute path's norm.
 
     Raises:
         NonFiniteError: A difference is not finite.
@@ -194,8 +210,8 @@ def step_rows(lanes: dict[str, Outputs], where: str) -> tuple[Row, list[Row]]:
     distances = {name: metrics.kl_divergence(a, b) for name, (a, b) in pairs.items()}
     distances |= {f"{name}_l2": (a.double() - b.double()).norm() for name, (a, b) in pairs.items()}
     for prefix in ("", "null_"):
-        fresh, alone = (a.double() - b.double() for a, b in (pairs[f"{prefix}fresh"], pairs[f"{prefix}alone"]))
-        distances[f"{prefix}cache_l2"] = (fresh + alone).norm()
+        newest, decoded = (a.double() - b.double() for a, b in (pairs[f"{prefix}newest_row"], pairs[f"{prefix}decoded_kv"]))
+        distances[f"{prefix}cache_l2"] = (newest + decoded).norm()
     streams = {name: lane.stream.double() for name, lane in lanes.items()}
     norms = streams["recompute"].norm(dim=-1)
     of_layers = [(streams[a] - streams[b]).norm(dim=-1) / norms for a, b in DIFFERENCES.values()]

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from kvinterp.common.numbers import counted, every, number, percent, upper
-from kvinterp.common.vocabulary import ANEW, PARTS, RECOVERED, UNCHANGED
+from kvinterp.common.vocabulary import PARTS, PREFIX_KV, RECOVERED, UNCHANGED
 from kvinterp.findings import Chart, Finding, Panel, finding, median_of, only, place
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NOTHING = "No step was decoded after the prefill: there is nothing to compare."
 
-# A sweep ---------------------------------------------------------------------------------------------------------------
+# A sweep ------------------------------------------------------------------------------------------
 
 LAYERS = {
     "single": "one layer at a time",
@@ -72,7 +72,9 @@ def headline_of_sweep(sweep: Sweep) -> list[str]:
 
 
 def _out_of_reach(site: str, direction: str) -> list[str]:
-    """What a patch of new or of stored keys or values alone cannot change on the cached path, whatever it recovers."""
+    """What a patch of new or of stored keys or values alone cannot change on the cached path,
+    whatever it recovers.
+    """
     tensor = {"k": "keys", "v": "values"}.get(site.removeprefix("cache_"), "")
     if direction != "into-cached" or not tensor:
         return []
@@ -86,7 +88,9 @@ def _out_of_reach(site: str, direction: str) -> list[str]:
 
 
 def _unchanged_patches(table: pd.DataFrame, labels: list[str]) -> list[str]:
-    """Names the patches that wrote only values that were there already, in every prompt: their recovery of 0 means nothing."""
+    """Names the patches that wrote only values that were there already, in every prompt: their
+    recovery of 0 means nothing.
+    """
     # Results of older versions lack the column.
     if "unchanged" not in table:
         return []
@@ -98,7 +102,9 @@ def _unchanged_patches(table: pd.DataFrame, labels: list[str]) -> list[str]:
 
 
 def rows_of_sweep(sweep: Sweep) -> Iterator[Finding]:
-    """The median recovery of every patch, the largest first, then the controls and the difference that no patch reaches."""
+    """The median recovery of every patch, the largest first, then the controls and the difference
+    that no patch reaches.
+    """
     distance, prompts = sweep.provenance["distance"], sweep.recovery["example"].nunique()
     table = sweep.aggregate()
     for row in table.sort_values("median", ascending=False, kind="stable").to_dict("records"):
@@ -122,7 +128,9 @@ def rows_of_sweep(sweep: Sweep) -> Iterator[Finding]:
 
 
 def charts_of_sweep(sweep: Sweep, suffix: str = "") -> dict[str, Chart]:
-    """Charts ``recovery`` and, for layers over several steps, ``recovery_by_step``; the suffix goes into their titles."""
+    """Charts ``recovery`` and, for layers over several steps, ``recovery_by_step``; the suffix goes
+    into their titles.
+    """
     about, frame = sweep.provenance, sweep.recovery
     distance = f"of the {RECOVERED[about['distance']]}"
     notes = [f"{about['site']} at {about['positions']} positions", f"steps: {about['steps']}"]
@@ -155,20 +163,22 @@ def charts_of_sweep(sweep: Sweep, suffix: str = "") -> dict[str, Chart]:
     return charts
 
 
-# A decomposition -------------------------------------------------------------------------------------------------------
+# A decomposition ----------------------------------------------------------------------------------
 
 _PART_NAMES = {
     "total": "total: cached against recompute",
-    "fresh": "fresh: this step's row, computed alone",
-    "alone": "alone: K and V of decoded rows, computed alone",
-    "anew": "anew: K and V of old rows, remade by recompute",
-    "kept": "kept: K and V kept otherwise than written",
+    "newest_row": "newest_row: this step's row, computed alone",
+    "decoded_kv": "decoded_kv: K and V of decoded rows, computed alone",
+    "prefix_kv": "prefix_kv: K and V of old rows, recomputed",
+    "cache_format": "cache_format: K and V kept otherwise than written",
     "null": "null: recompute among more rows, no cache",
 }
 
 
 def headline_of_decomposition(split: Decomposition) -> list[str]:
-    """Names the part that is most of the difference, and counts the steps at which a cache as such contributes nothing."""
+    """Names the part that is most of the difference, and counts the steps at which a cache as such
+    contributes nothing.
+    """
     summary = split.summary()
     steps, differ, prompts = summary["steps"], summary["differ"], counted(summary["examples"], "prompt")
     if not steps:
@@ -191,7 +201,9 @@ def headline_of_decomposition(split: Decomposition) -> list[str]:
 
 
 def rows_of_decomposition(split: Decomposition) -> Iterator[Finding]:
-    """The mean length of every part with its null, its KL, and at how many steps it is most of the difference."""
+    """The mean length of every part with its null, its KL, and at how many steps it is most of the
+    difference.
+    """
     summary = split.summary()
     if not summary["differ"]:
         return
@@ -199,15 +211,15 @@ def rows_of_decomposition(split: Decomposition) -> Iterator[Finding]:
     names = {
         "total": "the whole",
         **PARTS,
-        **ANEW,
-        "cache": "rows computed alone (fresh and alone): what a cache as such makes",
+        **PREFIX_KV,
+        "cache": "rows computed alone (newest_row and decoded_kv): what a cache as such makes",
     }
     for part, name in names.items():
         if not summary[f"{part}_l2"]:
             continue
         null = summary.get(f"null_{part}_l2")
         note = f"most of the difference at {counted(summary['most'].get(part, 0), 'step')}" if part in PARTS else ""
-        note += "; no cache makes it: the recompute path's difference from itself" if part == "anew" else ""
+        note += "; no cache makes it: the recompute path's difference from itself" if part == "prefix_kv" else ""
         yield finding("mean L2 of the logits", summary[f"{part}_l2"], null=np.nan if null is None else null, part=part,
                       note="; ".join(filter(None, (name, note))), **options)  # fmt: skip
         if part in summary:
@@ -230,7 +242,7 @@ def charts_of_decomposition(split: Decomposition, suffix: str = "") -> dict[str,
                                    [f"null control: {split.provenance.get('suffix', '?')} more tokens"])}  # fmt: skip
 
 
-# Clean into corrupted ----------------------------------------------------------------------------------------------------
+# Clean into corrupted -----------------------------------------------------------------------------
 
 
 def headline_of_activation_patching(result: ActivationPatching) -> list[str]:

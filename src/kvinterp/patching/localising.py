@@ -1,14 +1,18 @@
 """Finds the cause of the difference at the first decode step, where nothing has accumulated yet.
 
-At that step the cache holds the prompt's keys and values, written by the same prefill on both paths, and only the newest row is
-computed alone. The recompute path computes the prompt's rows again, among one row more. So the difference is that of
-:func:`kvinterp.decompose` at step 1. Here its parts are followed into the layers, again lane by lane, so that each pair of lanes
-differs in one cause:
+At that step the cache holds the prompt's keys and values, written by the same prefill on both
+paths, and only the newest row is computed alone. The recompute path computes the prompt's rows
+again, among one row more. So the difference is that of :func:`kvinterp.decompose` at step 1. Here
+its parts are followed into the layers, again lane by lane, so that each pair of lanes differs in
+one cause:
 
-- **fresh**: the residual stream of the recompute path is put back after layer 0, 1, ...: two neighbouring lanes differ in the
-  **one-row computation** of one layer, and the last two in the **unembedding**;
-- **anew**: the prompt's K and V that the recompute path has now, layer by layer, instead of those it wrote at step 0;
-- **kept**: the K of step 0 instead of that which the cached path keeps, then its V, layer by layer.
+- **newest_row**: the residual stream of the recompute path is put back after layer 0, 1, ...: two
+  neighbouring lanes differ in the **one-row computation** of one layer, and the last two in the
+  **unembedding**;
+- **prefix_kv**: the prompt's K and V that the recompute path has now, layer by layer, instead of
+  those it wrote at step 0;
+- **cache_format**: the K of step 0 instead of that which the cached path keeps, then its V, layer
+  by layer.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from kvinterp.patching.side_by_side import two_paths
 from kvinterp.patching.splitting import K_V, KeysValues, Outputs, Rows, Split, StreamRunner
 from kvinterp.paths import ExecutionPath
 
-PLACES_OF = {"fresh": ("row", "unembedding"), "anew": ("prompt",), "kept": ("kv",)}
+PLACES_OF = {"newest_row": ("row", "unembedding"), "prefix_kv": ("prompt",), "cache_format": ("kv",)}
 """The places that can cause a part; there are no decoded rows yet."""
 COLUMNS = ["place", "layer", "tensor", "l2", "share"]
 _SUMMARISED = ("part", "place", "layer", "tensor", "share", "suffix")
@@ -49,16 +53,18 @@ class Cause(Result):
     """The cause of the difference at the first decode step.
 
     Attributes:
-        part: The part of PARTS that is longer than all others together; ``"spread"`` if there is none, ``"none"`` if the
-            logits are bitwise equal, as in :func:`kvinterp.decompose`.
+        part: The part of PARTS that is longer than all others together; ``"spread"`` if there is
+            none, ``"none"`` if the logits are bitwise equal, as in :func:`kvinterp.decompose`.
         place: The place of the cause: one of PLACES, or ``"none"`` or ``"spread"`` as the part.
         layer: The layer that causes more than half of it at that place, or -1.
         share: The share of the L2 lengths of all parts that this place and layer cause.
-        table: One row a place, layer and tensor: its L2 length and its share; the shares of all places add up to 1.
-        split: KL and L2 of every part and null at this step, as a row of :attr:`Decomposition.steps`.
+        table: One row a place, layer and tensor: its L2 length and its share; the shares of all
+            places add up to 1.
+        split: KL and L2 of every part and null at this step, as a row of
+            :attr:`Decomposition.steps`.
         suffix: Tokens after the prefix in the nulls.
-        tensor: Where K and V as the cached path keeps them are the place: ``"K"`` or ``"V"`` if that alone causes more than
-            half of the share, else empty.
+        tensor: Where K and V as the cached path keeps them are the place: ``"K"`` or ``"V"`` if
+            that alone causes more than half of the share, else empty.
         provenance: Paths, plant, model and machine.
     """
 
@@ -102,7 +108,9 @@ class Cause(Result):
         return self.table
 
     def __str__(self) -> str:
-        """Names the model and says in two or three sentences what causes the difference and how long its null is."""
+        """Names the model and says in two or three sentences what causes the difference and how
+        long its null is.
+        """
         return ": ".join(filter(None, (models_of([self.provenance]), self._sentences())))
 
     def _sentences(self) -> str:
@@ -128,11 +136,11 @@ class Cause(Result):
         return " ".join([sentence, *self._null_sentences(lengths[self.part])])
 
     def _null_sentences(self, length: float) -> list[str]:
-        if self.part == "kept":
+        if self.part == "cache_format":
             return []
         null = self.split[f"null_{self.part}_l2"]
         sentence = f"Null, the same rows among {self.suffix} more and no cache at all: L2 {null:.2g}, here {length:.2g}."
-        if self.part == "anew":
+        if self.part == "prefix_kv":
             return ["No cache makes it: the cache holds those rows as the recompute path wrote them at step 0.", sentence]
         return [sentence] + ["A difference of that size needs no cache."] * (null >= length)
 
@@ -155,7 +163,8 @@ def localise(
         plant: A difference to plant in the cached path first, to check that it is found.
         cached: The cached path.
         recompute: The recompute path.
-        dtype: Compute dtype of both paths instead of their own; in float64 only a planted difference is left.
+        dtype: Compute dtype of both paths instead of their own; in float64 only a planted
+            difference is left.
         suffix: Tokens put after the prefix in the nulls.
 
     Returns:
@@ -197,7 +206,9 @@ def _cause(split: Split, suffix: int) -> Cause:
 
 
 def _table(split: Split, token: Tensor, outputs: Mapping[str, Outputs], lengths: Mapping[str, float]) -> pd.DataFrame:
-    """The lengths at every place, scaled so that the shares of one part's places add up to the part's share."""
+    """The lengths at every place, scaled so that the shares of one part's places add up to the
+    part's share.
+    """
     layers, end, streams = range(split.adapter.facts.layers), len(split.prompt) + 1, outputs["recompute"].stream
     one_row, now, old = split.one_row, split.now, split.at_step_0
     model = split.adapter.at(dtype_named(one_row.dtype))
@@ -205,7 +216,9 @@ def _table(split: Split, token: Tensor, outputs: Mapping[str, Outputs], lengths:
     def step_1(
         path: ExecutionPath, cache: KeysValues, tensors: Collection[tuple[str, int]] | None = None, *patches: Patch
     ) -> Outputs:
-        """Step 1 of a lane with the prompt's K and V replaced and the recompute path's stream put back by patches."""
+        """Step 1 of a lane with the prompt's K and V replaced and the recompute path's stream put
+        back by patches.
+        """
         stream = PatchHook(model, patches, lambda _, layer: (end - 1, streams[layer][None, None]), end - 1)
         rows = Rows(cache, 0, tensors)
         lane = StreamRunner(split, path, [rows, stream])
@@ -215,15 +228,16 @@ def _table(split: Split, token: Tensor, outputs: Mapping[str, Outputs], lengths:
             return lane.outputs(token)
 
     stored = [*itertools.product(layers, K_V)]
-    # For each part its first lane, its last one, and the lane between in which all places up to one are as in the last.
+    # For each part its first lane, its last one, and the lane between in which all places up to one
+    # are as in the last.
     chains: dict[str, tuple[str, str, Callable[[int], Outputs]]] = {
-        "fresh": (
+        "newest_row": (
             "one_row",
             "recompute",
             lambda layer: step_1(one_row, now, None, Patch("resid_post", (layer,), steps="first")),
         ),
-        "anew": ("as_written", "one_row", lambda layer: step_1(one_row, [*now[: layer + 1], *old[layer + 1 :]])),
-        "kept": (
+        "prefix_kv": ("as_written", "one_row", lambda layer: step_1(one_row, [*now[: layer + 1], *old[layer + 1 :]])),
+        "cache_format": (
             "cached",
             "as_written",
             lambda n: step_1(split.cached, old, {(tensor, layer) for layer, tensor in stored[: n + 1]}),
@@ -232,10 +246,13 @@ def _table(split: Split, token: Tensor, outputs: Mapping[str, Outputs], lengths:
     rows = []
     for part, (first, last, between) in chains.items():
         if lengths[part]:
-            # The places that each pair of neighbours differs in. The last pair of "kept" has all rows of the prompt put back, so
-            # it differs in the K and V of the newest row.
-            places = [(PLACES_OF[part][0], *of) for of in (stored if part == "kept" else [(layer, "") for layer in layers])]
-            places += [] if part == "anew" else [(PLACES_OF[part][-1], -1, "")]
+            # The places that each pair of neighbours differs in. The last pair of "cache_format"
+            # has all rows of the prompt put back, so it differs in the K and V of the newest row.
+            places = [
+                (PLACES_OF[part][0], *of)
+                for of in (stored if part == "cache_format" else [(layer, "") for layer in layers])
+            ]
+            places += [] if part == "prefix_kv" else [(PLACES_OF[part][-1], -1, "")]
             lanes = [outputs[first], *map(between, range(len(places) - 1)), outputs[last]]
             logits, share = [lane.logits.double() for lane in lanes], lengths[part] / sum(lengths.values())
             distances = torch.stack([(a - b).norm() for a, b in itertools.pairwise(logits)]).tolist()

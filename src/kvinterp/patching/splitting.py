@@ -1,8 +1,10 @@
-"""Runs one prompt along both paths and along lanes between them, so that every difference has one cause.
+"""Runs one prompt along both paths and along lanes between them, so that every difference has one
+cause.
 
-A cache changes how many rows are computed together: a decoded row is computed alone, a recomputed row among its whole prefix. The
-recompute path is no fixed reference either: at every step it computes the old rows again, among another number of rows. So the
-lanes lead from one path to the other and change one thing at a time, on the same tokens:
+A cache changes how many rows are computed together: a decoded row is computed alone, a recomputed
+row among its whole prefix. The recompute path is no fixed reference either: at every step it
+computes the old rows again, among another number of rows. So the lanes lead from one path to the
+other and change one thing at a time, on the same tokens:
 
 ==============  =============================  ====================================================  ================
 lane            K and V of the prompt's rows   K and V of the decoded rows                           the newest row
@@ -15,10 +17,11 @@ lane            K and V of the prompt's rows   K and V of the decoded rows      
 ``cached``      as the cached path keeps them  as the cached path keeps them                         alone
 ==============  =============================  ====================================================  ================
 
-The differences from lane to lane are the **parts** (``fresh``, ``prompt``, ``remade``, ``alone``, ``kept``): as vectors they
-add up to the whole. ``fresh`` and ``alone`` are the contribution of a cache as such; ``prompt`` and ``remade``, together
-``anew``, are the recompute path's difference from itself, without a cache. Each part has a **null** in which the recompute path
-computes the same rows among more rows.
+The differences from lane to lane are the **parts** (``newest_row``, ``prompt``, ``decoded_again``,
+``decoded_kv``, ``cache_format``): as vectors they add up to the whole. ``newest_row`` and
+``decoded_kv`` are the contribution of a cache as such; ``prompt`` and ``decoded_again``, together
+``prefix_kv``, are the recompute path's difference from itself, without a cache. Each part has a
+**null** in which the recompute path computes the same rows among more rows.
 """
 
 from __future__ import annotations
@@ -47,23 +50,24 @@ from kvinterp.recording import PathHook
 
 DIFFERENCES = {
     "total": ("cached", "recompute"),
-    "fresh": ("one_row", "recompute"),
+    "newest_row": ("one_row", "recompute"),
     "prompt": ("old_prompt", "one_row"),
-    "remade": ("among", "old_prompt"),
-    "anew": ("among", "one_row"),
-    "alone": ("as_written", "among"),
-    "kept": ("cached", "as_written"),
+    "decoded_again": ("among", "old_prompt"),
+    "prefix_kv": ("among", "one_row"),
+    "decoded_kv": ("as_written", "among"),
+    "cache_format": ("cached", "as_written"),
     "decoded": ("as_written", "old_prompt"),
     "state": ("cached", "one_row"),
     "null": ("longer", "recompute"),
-    "null_fresh": ("longer_newest", "recompute"),
+    "null_newest_row": ("longer_newest", "recompute"),
     "null_prompt": ("longer_prompt", "one_row"),
-    "null_remade": ("longer_remade", "one_row"),
-    "null_anew": ("longer_rows", "one_row"),
-    "null_alone": ("longer_among", "among"),
+    "null_decoded_again": ("longer_remade", "one_row"),
+    "null_prefix_kv": ("longer_rows", "one_row"),
+    "null_decoded_kv": ("longer_among", "among"),
 }
-"""The two lanes of each difference. ``decoded`` is remade and alone together, ``state`` all but fresh. In each ``null_`` the
-recompute path computes the same rows among more rows; ``null`` is that for the whole path."""
+"""The two lanes of each difference. ``decoded`` is decoded_again and decoded_kv together, ``state``
+all but newest_row. In each ``null_`` the recompute path computes the same rows among more rows;
+``null`` is that for the whole path."""
 
 K_V = ("K", "V")
 """What attention reads of a layer's cache."""
@@ -74,8 +78,8 @@ KeysValues = Sequence[Sequence[Tensor]]
 def leading_part(lengths: Mapping[str, float], total: float) -> tuple[str, float]:
     """Names the part that is longer than all others together, and its share of the lengths.
 
-    Only such a part is the cause however the parts add up as vectors. ``"none"`` if there is no difference, ``"spread"`` (with
-    the largest share) if no part is that long.
+    Only such a part is the cause however the parts add up as vectors. ``"none"`` if there is no
+    difference, ``"spread"`` (with the largest share) if no part is that long.
 
     Args:
         lengths: L2 length of every part.
@@ -114,9 +118,11 @@ class Rows(PathHook):
         self.cache, self.stop, self.tensors = cache, stop, tensors
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
-        """Writes into the rows' own memory, because for other strides a kernel may add up in another order.
+        """Writes into the rows' own memory, because for other strides a kernel may add up in
+        another order.
 
-        It writes at every step, so a cache that stores rows in another form than attention reads need not keep them.
+        It writes at every step, so a cache that stores rows in another form than attention reads
+        need not keep them.
 
         Raises:
             UnsupportedError: The cache does not say which positions it still holds.
@@ -189,8 +195,9 @@ class Split:
         stop: ``"end of sequence"`` or ``"length"``.
 
     Attributes:
-        one_row: The cached path's one-row computation alone, without everything that belongs to ``kept``: its policy, its
-            cache's dtype, its chunks, and a cache that does not return the exact rows.
+        one_row: The cached path's one-row computation alone, without everything that belongs to
+            ``cache_format``: its policy, its cache's dtype, its chunks, and a cache that does not
+            return the exact rows.
         at_step_0: K and V of the prompt as the recompute path wrote them at step 0.
         now: K and V as the recompute path reads them at this step.
     """
@@ -275,7 +282,8 @@ class Split:
                         replaced[name].cache, replaced[name].stop = cache, end - 1
                     replaced["as_written"].stop = prompt
                     outputs |= {name: runner.outputs(token) for name, runner in one_row.items()}
-                    # The newest row's K and V, computed among the prefix that it ends, and in the null among more rows.
+                    # The newest row's K and V, computed among the prefix that it ends, and in the
+                    # null among more rows.
                     _, newest = self._forward(fed, among, end - 1, self.filler[:0])
                     _, longer_newest = self._forward(fed, longer_among, end - 1, self.filler)
                     among = _joined(among, end - 1, newest, end)
@@ -283,7 +291,8 @@ class Split:
                 yield step.number, outputs
 
     def _forward(self, fed: Sequence[Tensor], cache: KeysValues, stop: int, filler: Tensor) -> tuple[Outputs, KeysValues]:
-        """Runs the recompute path with the K and V of some rows replaced and more tokens after the prefix.
+        """Runs the recompute path with the K and V of some rows replaced and more tokens after the
+        prefix.
 
         Args:
             fed: The prompt and the tokens decoded so far, on the device.

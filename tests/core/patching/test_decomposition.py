@@ -60,7 +60,7 @@ def test_at_step_0_there_is_nothing_and_a_suffix_changes_nothing_but_rounding(lo
     before = hooks_of(model.model)
     found = split(model)
     at_0 = found.steps[found.steps["step"] == 0].iloc[0]
-    assert (at_0[["total", "fresh", "state", "total_l2", "fresh_l2", "state_l2"]] == 0).all()
+    assert (at_0[["total", "newest_row", "state", "total_l2", "newest_row_l2", "state_l2"]] == 0).all()
     with SoftmaxInItsOwnDtype():
         double = split(model, **DOUBLE, plant=Plant("kv", 1))
     assert double.steps["null_l2"].max() < 1e-9 * from_step(double.steps, 1)["total_l2"].min()
@@ -83,7 +83,7 @@ def test_total_is_the_distance_a_comparison_measures(load, case):
 def test_keys_and_values_planted_are_state(load, case):
     steps = from_step(once(load(case), **DOUBLE, plant=Plant("kv", 0)).steps, 1)
     assert (steps["state_l2"] / steps["total_l2"]).min() > 0.99
-    assert (steps["fresh_l2"] / steps["total_l2"]).max() < 0.01
+    assert (steps["newest_row_l2"] / steps["total_l2"]).max() < 0.01
     assert (steps["state"] / steps["total"]).min() > 0.99
 
 
@@ -93,7 +93,7 @@ def test_a_narrower_cache_is_state_as_the_same_rounding_by_a_policy_is(load, cas
     exact = from_step(once(model).steps, 1)
     rounded = from_step(once(model, cached="cached[cache=bfloat16]").steps, 1)
     assert (rounded["total_l2"] > 100 * exact["total_l2"].max()).all()
-    assert (rounded["fresh_l2"] < 0.01 * rounded["total_l2"]).all()
+    assert (rounded["newest_row_l2"] < 0.01 * rounded["total_l2"]).all()
     assert (rounded["state_l2"] / rounded["total_l2"]).min() > 0.99
 
 
@@ -102,8 +102,8 @@ def test_a_planted_row_is_fresh_at_the_first_step_and_state_too_from_then_on(loa
     found = once(load(case), **DOUBLE, plant=Plant("row", 0))
     steps = from_step(found.steps, 1)
     first = steps.iloc[0]
-    assert first["fresh_l2"] / first["total_l2"] > 0.99
-    assert first["fresh"] / first["total"] > 0.99
+    assert first["newest_row_l2"] / first["total_l2"] > 0.99
+    assert first["newest_row"] / first["total"] > 0.99
     assert first["state_l2"] / first["total_l2"] < 0.01
     # Layer 1 wrote K and V of the planted row: from the second step on there is state.
     assert (steps["state_l2"].iloc[1:] > 100 * first["state_l2"]).all()
@@ -113,7 +113,7 @@ def test_what_a_quantised_cache_makes_of_the_rows_is_kept_and_found_where_it_is_
     """transformers' cache of 8 bits: it holds the rows in another form, in which none can be replaced for good."""
     given = {"cached": "cached[cache=quantized(8,fp8)]"}
     found = from_step(split(load(KINDS[4]), **given).steps, 1)
-    assert (found["most"] == "kept").all()
+    assert (found["most"] == "cache_format").all()
     assert kv.localise(load(KINDS[4]), PROMPT, **given).place == "kv"
 
 
@@ -121,8 +121,8 @@ def test_what_a_quantised_cache_makes_of_the_rows_is_kept_and_found_where_it_is_
 def test_a_planted_unembedding_is_fresh_at_every_step_and_in_no_layer(load, case):
     found = split(load(case), **DOUBLE, plant=Plant("unembedding"))
     steps = from_step(found.steps, 1)
-    assert (steps["fresh_l2"] / steps["total_l2"]).min() > 0.99
-    assert (found.layers[["total", "fresh", "state"]] < 1e-12).all(axis=None)
+    assert (steps["newest_row_l2"] / steps["total_l2"]).min() > 0.99
+    assert (found.layers[["total", "newest_row", "state"]] < 1e-12).all(axis=None)
 
 
 @cases([KINDS[0], KINDS[4]])
@@ -136,7 +136,7 @@ def test_fresh_is_one_step_on_the_recompute_paths_own_keys_and_values(load, case
     )  # fmt: skip
     recompute, cached, overwritten = sweep.logits[0][3, 0], sweep.logits[0][3, 1], sweep.logits[0][3, -1]
     row = found.steps[found.steps["step"] == 3].iloc[0]
-    assert row["fresh"] == pytest.approx(float(metrics.kl_divergence(overwritten, recompute)), rel=1e-9)
+    assert row["newest_row"] == pytest.approx(float(metrics.kl_divergence(overwritten, recompute)), rel=1e-9)
     assert row["state"] == pytest.approx(float(metrics.kl_divergence(cached, overwritten)), rel=1e-9)
 
 
