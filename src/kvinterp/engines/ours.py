@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from kvinterp.engines.ways import Way, log_probs, own_row
+from kvinterp.engines.ways import Way, log_probs, moved, own_row
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.recording.engine_path import EnginePath
@@ -33,13 +33,21 @@ class Ours:
         if key not in self.known:
             self.tell(f"{way.name}, sequence {number + 1} of {len(self.paths)}")
             path = self.paths[number]
-            if way.before is None:
+            if way.further is not None:
+                self.known[key] = self._moved(path, way, way.further(self.paths, number))
+            elif way.before is None:
                 self.known[key] = own_row(self.adapter, path.ids, len(path.prompt), way)
             elif (prompt := way.before(self.paths, number)) is None:
                 self.known[key] = self.row(Way(way.dtype, dtype=way.dtype), number)
             else:
                 self.known[key] = self._behind(prompt, path, way)
         return self.known[key]
+
+    def _moved(self, path: EnginePath, way: Way, by: int) -> Row | None:
+        """``[position]``, the log-probs of a path whose positions are so many further on; None where the table ends before."""
+        if by + len(path.ids) > self.adapter.facts.context:
+            return None
+        return own_row(self.adapter, path.ids, len(path.prompt), moved(way, by))
 
     def _behind(self, prompt: tuple[int, ...], path: EnginePath, way: Way) -> Row | None:
         """``[position]``, the log-probs of a path's ids behind another prompt; NaN for those of a prompt that is another one."""
@@ -58,7 +66,7 @@ class Ours:
     def logits(self, way: Way, number: int) -> torch.Tensor | None:
         """``[position, vocabulary]`` log-probs of one path; None where this model has no such way."""
         path = self.paths[number]
-        if way.before is not None:
+        if way.before is not None or way.further is not None:
             return None
         try:
             return log_probs(self.adapter, path.ids, len(path.prompt), way)

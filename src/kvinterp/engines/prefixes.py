@@ -6,12 +6,16 @@ A **prefix** makes of one path of a file other token ids and says by how many po
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 import torch
 
+from kvinterp.data.tokenizing import ids_of
 from kvinterp.engines.numbers import Tokens
+from kvinterp.engines.turns import THOUGHT
 from kvinterp.models import Adapter
 from kvinterp.recording.engine_path import EnginePath
 
@@ -23,6 +27,7 @@ def edits(adapter: Adapter) -> dict[str, Prefix]:
     """The changes of a prompt that are tried on every sequence alike, by name."""
     bos = getattr(adapter.tokenizer, "bos_token_id", None)
     newline = _newline(adapter)
+    special = frozenset(getattr(adapter.tokenizer, "all_special_ids", ()) or ())
     found: dict[str, Prefix] = {
         "the prompt without its last token": lambda paths, n: paths[n].prompt[:-1] or None,
         "the text before it in the file in front, as where rows are packed without a mask": _neighbour,
@@ -36,8 +41,78 @@ def edits(adapter: Adapter) -> dict[str, Prefix]:
         found["the prompt without its newlines"] = lambda paths, n: _unless(
             paths[n].prompt, tuple(t for t in paths[n].prompt if t != newline)
         )
+        found["the prompt with a newline behind each special token"] = lambda paths, n: _unless(
+            paths[n].prompt, _ended(paths[n].prompt, special, newline)
+        )
     found["the prompt without what all prompts begin with"] = _unshared
+    if adapter.tokenizer is not None:
+        found["the prompt without its think parts"] = lambda paths, n: _rewritten(adapter, paths[n].prompt, _unthought)
+        found["the prompt's text encoded anew"] = lambda paths, n: _rewritten(adapter, paths[n].prompt, str)
+        found["the tokens of the turns before it in the file, not what its prompt makes of them"] = lambda paths, n: _generated(
+            adapter, paths, n
+        )
     return found
+
+
+def _ended(prompt: tuple[int, ...], special: AbstractSet[int], newline: int) -> tuple[int, ...]:
+    """With a newline behind each special token but the first, where there is none."""
+    made = list[int]()
+    for at, token in enumerate(prompt):
+        made.append(token)
+        if at and token in special and prompt[at + 1 : at + 2] != (newline,):
+            made.append(newline)
+    return tuple(made)
+
+
+def _unthought(text: str) -> str:
+    """Without what was thought in earlier turns, as templates leave it out, and the white space behind it."""
+    return re.sub(f"(?:{THOUGHT.pattern})\\s*", "", text, flags=THOUGHT.flags)
+
+
+def _rewritten(adapter: Adapter, prompt: tuple[int, ...], change: Callable[[str], str]) -> tuple[int, ...] | None:
+    """The ids of a prompt's text, changed and encoded anew; None where they are the prompt's own."""
+    text = adapter.decode(prompt)
+    changed = change(text)
+    if change is not str and changed == text:
+        return None
+    ids = ids_of(adapter.tokenizer, changed, "a prompt", add_special_tokens=False) if changed else []
+    return _unless(prompt, tuple(ids))
+
+
+def _generated(adapter: Adapter, paths: Sequence[EnginePath], number: int) -> tuple[int, ...] | None:
+    """The prompt with the tokens of an earlier turn, another path of the file, in the place of what it makes of their text.
+
+    A template leaves out what was thought, and text that is encoded anew is cut into other tokens.
+    """
+    own = paths[number].prompt
+    turns = [path for path in paths if path.tokens and len(path.prompt) < len(own) and own[: len(path.prompt)] == path.prompt]
+    if not turns:
+        return None
+    turn = max(turns, key=lambda path: len(path.prompt))
+    rest = own[len(turn.prompt) :]
+    if rest[: len(turn.tokens)] == turn.tokens:
+        return None
+    special = set(getattr(adapter.tokenizer, "all_special_ids", ()) or ())
+
+    def text(ids: Sequence[int]) -> str:
+        return adapter.decode([token for token in ids if token not in special]).strip()
+
+    whole, most = text(turn.tokens), 2 * len(turn.tokens) + 8
+    # What the reply became is the longest beginning of the rest that ends as the reply does, without white space behind it.
+    ends = {at: said for at in range(1, min(len(rest), most) + 1) if (said := text(rest[:at])) and whole.endswith(said)}
+    if not ends:
+        return None
+    longest = max(map(len, ends.values()))
+    cut = next(at for at, said in ends.items() if len(said) == longest)
+    closing = turn.tokens[len(turn.tokens) - _count_last(turn.tokens, special) :]
+    cut += len(closing) * (rest[cut : cut + len(closing)] == closing)
+    earlier = _generated(adapter, paths, next(at for at, path in enumerate(paths) if path is turn))
+    return (*(earlier or turn.prompt), *turn.tokens, *rest[cut:])
+
+
+def _count_last(ids: Sequence[int], special: AbstractSet[int]) -> int:
+    """How many of the last ids are special."""
+    return next((at for at, token in enumerate(reversed(ids)) if token not in special), len(ids))
 
 
 def _unless(own: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...] | None:

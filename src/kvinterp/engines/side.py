@@ -13,6 +13,7 @@ import torch
 from kvinterp.auditing.checks import Check
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, VERDICTS
 from kvinterp.common.numbers import listed
+from kvinterp.engines.allowed import renormalised
 from kvinterp.engines.logged import logged
 from kvinterp.engines.numbers import (
     FEWEST,
@@ -313,7 +314,7 @@ class Side:
         """Returns word and why of the first cause that gives what the side gave; within rounding only truncations are tried."""
         n = f"n = {int(self.sample.held_out.sum()):,} held-out tokens"
         longest = max(len(path.ids) for path in self.paths)
-        ways = {way.name: way for way in causes(self.ours.adapter, self.begins, longest, self.older)}
+        ways = {way.name: way for way in causes(self.ours.adapter, self.begins, longest, self.older, self.near.name)}
         if self.near.name != "float32":
             # A quantised cache turns a rounding into a step of its own, so that it is tried in the precision of the side.
             ways |= {
@@ -326,6 +327,10 @@ class Side:
             )  # fmt: skip
             every |= rows
             name, left = self._remaining(rows, ways)
+            if step == "semantics" and not within and not name:
+                about = self._logits(TRUTH, self.sample)
+                more = {} if about is None else renormalised(self.ours.adapter, self.paths, self.sample, *about)
+                name, left = self._remaining(more, {})
             if step == "substitution":
                 self.tried = f"none of {self.count} causes of ours reproduces it held out"
                 best = self._nearest(rows)
@@ -548,6 +553,7 @@ class Side:
         return word, f"{'no more than rounding in ' + near if self.gap.any() else VERDICTS[word]}; {self.least}."
 
     def _unexplained(self) -> tuple[str, str]:
+        self.tried += self._routed()
         if why := self._rounded_weights():
             return CANNOT_TELL, f"{why}; {self.tried}."
         if self.coarser:
@@ -563,6 +569,8 @@ class Side:
                 "Next: ask the engine for the ids that it saw (vLLM: return_token_ids) and the prompts' log-probs, which are not "
                 "here: that it saw another prompt, other tokens before the replies, is not ruled out."
             )
+        if said := self._raised():
+            after = f"{said}: ask the engine for its log-probs before that."
         # Further off than with every result rounded to a bit fewer; or, at a token, than any way of the next coarser precision.
         # Where none was declared it may be the coarsest.
         rungs = self.table["rungs"] if self.declared is not None else self.table["rungs"][-1:]
@@ -576,6 +584,28 @@ class Side:
             return "unexplained", f"{far}, which no rounding is; {self.tried}. {after}"
         after = after if self.declared else "Next: say with --dtype what the engine computes in, or run it in float32."
         return CANNOT_TELL, f"more than rounding in {self.near.name}, and {self.tried}; {self.least}. {after}"
+
+    def _raised(self) -> str:
+        """Says that the log-probs are above ours alone where they are off; empty where they are not."""
+        own, limits = self._row(self.near, self.sample), self.limits[self.near.name]
+        if own is None or limits is None:
+            return ""
+        apart = self.sample.engine - self.sample_truth
+        far = np.abs(apart) > limits["null_max"] * float(self._distance(own, self.sample_truth).max())
+        if far.sum() < FEWEST // 2 or (apart[far] < 0).any():
+            return ""
+        return (
+            f"Where it is off (at {far.sum():,} tokens) it is above ours each time, as log-probs that are renormalised over allowed "
+            "tokens are, by a grammar or a truncation of another size"
+        )
+
+    def _routed(self) -> str:
+        """Says what of the distance is other experts; empty where the model has none, or they leave all of it."""
+        rows = [row for row in self.table["tried"] if row["cause"].startswith("the experts that our own")]
+        best = min(rows, key=lambda row: float(row["left"]), default=None)
+        if best is None or best["left"] >= 1:
+            return ""
+        return f"; with {best['cause']} {best['left']:.2g} of it is left"
 
     def _rounded_weights(self) -> str:
         """Says that our weights were loaded coarser than the engine's were; empty where they were not."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kvinterp.engines import routers
 from kvinterp.engines.llama_cpp import ADDED, llama_cpp
 from kvinterp.engines.prefixes import Prefix, edits
 from kvinterp.errors import InputError, UnsupportedError
@@ -23,6 +24,7 @@ from kvinterp.models.transformers_cache import text_config
 from kvinterp.paths.model_cache import own_store
 from kvinterp.paths.path import path_named
 from kvinterp.policies import Place, policy_named
+from kvinterp.recording.engine_path import EnginePath
 
 Attributes = Callable[[nn.Module], Iterable[tuple[Any, str, Any]]]
 """Which attributes of a model hold something else meanwhile: an object, its attribute's name and the value."""
@@ -49,6 +51,8 @@ class Way:
         size: Its own size.
         before: Which prompt the engine may have seen in the place of the file's.
         older: A model with other weights, and what it computes: ``"all"``, or ``"prompt"``, the rest by ours on its cache.
+        further: By how many positions each path of the file is moved, in a model that learned a table of them.
+        routed: The precision of ours whose chosen experts are replayed.
         tiled: Where each position was asked for alone: the way of prompts of fewer than :data:`TILE` rows, that of longer ones.
     """
 
@@ -65,6 +69,8 @@ class Way:
     size: float = 1.0
     before: Prefix | None = None
     older: tuple[Adapter, str] | None = None
+    further: Callable[[Sequence[EnginePath], int], int] | None = None
+    routed: str = ""
     tiled: tuple[Way, ...] = ()
 
 
@@ -79,7 +85,9 @@ FP8 = ("fp8(e4m3)", "fp8(e5m2)", "fp8(e4m3,scale=prefill)", "fp8(e5m2,scale=pref
 """Caches in 8-bit floating point: with a scale of 1, of the prompt, and of the prompt by head."""
 
 
-def causes(adapter: Adapter, first: int | None = None, longest: int = 0, older: Adapter | None = None) -> list[Way]:
+def causes(
+    adapter: Adapter, first: int | None = None, longest: int = 0, older: Adapter | None = None, near: str = "float32"
+) -> list[Way]:
     """What is tried, each in float64, so that nothing but the cause is in it.
 
     Args:
@@ -87,6 +95,7 @@ def causes(adapter: Adapter, first: int | None = None, longest: int = 0, older: 
         first: The first position that is off, which a window, a table or a context may end at.
         longest: The length of the longest text.
         older: The model with weights of an earlier time, if they were given.
+        near: The precision that the side is said to compute in.
     """
     float16 = Way("float16 cache", "policy", path="cached[cache=float16,prefill=stored]")
     row = Way(
@@ -138,7 +147,9 @@ def causes(adapter: Adapter, first: int | None = None, longest: int = 0, older: 
         *map(_rope_scale, (0.25, 0.5, 0.9, 0.95, 0.98, 0.99, 1.01, 1.02, 1.05, 1.1, 2.0, 4.0)),
         *map(_rope_base, (0.01, 0.02, 0.1, 0.5, 0.9, 0.98, 1.02, 1.1, 2.0, 10.0, 50.0, 100.0)),
         *limits(adapter, first, longest),
-        *([] if older is None else stale(older)),
+        *([] if older is None else stale(adapter, older)),
+        *(unreset() if _learned(adapter.model) else ()),
+        *(routing(near) if routers.routers(adapter.model) else ()),
         # What a model that is cast as a whole does to its frequencies too, once it has computed them.
         *(
             Way(f"RoPE frequencies in {dtype}", "bug", attributes=_rope(functools.partial(_rounded, dtype=dtype)))
@@ -166,7 +177,7 @@ def both(a: Way, b: Way) -> Way | None:
                hooks=_joined(a.hooks, b.hooks), **one)  # fmt: skip
 
 
-_ONE = ("path", "prefix", "fed", "shift", "before", "older", "tiled")
+_ONE = ("path", "prefix", "fed", "shift", "before", "older", "further", "routed", "tiled")
 """What a way has one of."""
 
 
@@ -195,11 +206,40 @@ def nulls(rung: Way) -> tuple[list[Way], list[Way]]:
     return [cached, beside, *more(0)], more(1)
 
 
-def stale(older: Adapter) -> Iterator[Way]:
-    """Yields what weights of another time do: those of the whole text, of the prompt's cache alone, of the head alone."""
+def stale(adapter: Adapter, older: Adapter) -> Iterator[Way]:
+    """Yields what weights of another time do: those of the whole text, of the prompt's cache alone, of the head or the layers alone.
+
+    Without an adapter's weights, "older" are those of the base: an adapter that is missing, merged twice, or half.
+    """
     yield Way("the older weights for the whole text", "bug", older=(older, "all"))
     yield Way("the older weights for the prompt's cache, these behind it", "bug", older=(older, "prompt"))
     yield Way("the older head over these layers", "bug", hooks=_head_of(older))
+    yield Way("this head over the older layers", "bug", attributes=_between(older, 0.0), hooks=_head_of(adapter))
+    yield from (_step_from(older, size) for size in (0.5, 2.0))
+
+
+def unreset() -> Iterator[Way]:
+    """Yields the positions of packed rows that do not begin anew with each text; rotary ones are relative, and do not show it."""
+    name = "positions that go on from the text{} before it in the file, as where packed rows do not begin them anew"
+    yield Way(name.format(""), "bug", further=lambda paths, n: len(paths[n - 1].ids) * (n % 2))
+    yield Way(name.format("s"), "bug", further=lambda paths, n: sum(len(path.ids) for path in paths[:n]))
+
+
+def moved(way: Way, by: int) -> Way:
+    """A way whose positions are so many further on."""
+    return dataclasses.replace(way, further=None, hooks=_joined(way.hooks, _positions(lambda at, cut: at + by)))
+
+
+def routing(near: str) -> Iterator[Way]:
+    """Yields what routers of experts do otherwise: their choice in 16 bits, one expert more or fewer, other weights."""
+    names = [rung.name for rung in RUNGS]
+    for dtype in ("bfloat16", "float16"):
+        word = "kernel" if names.index(dtype) <= names.index(near) else "wrong-dtype"
+        yield Way(f"the router in {dtype}", word, hooks=routers.in_precision(dtype))
+        yield Way(f"the experts that our own {dtype} chooses", word, routed=dtype)
+    yield Way("the chosen experts' weights divided by their sum or not, other than the config says", "bug", hooks=routers.UNNORMALISED)
+    yield Way("one expert more for each token", "bug", attributes=routers.counted(1))
+    yield Way("one expert fewer for each token", "bug", attributes=routers.counted(-1))
 
 
 def limits(adapter: Adapter, first: int | None, longest: int) -> Iterator[Way]:
@@ -295,6 +335,26 @@ def _head_of(older: Adapter) -> Hooks:
     return attach
 
 
+def _between(older: Adapter, size: float) -> Attributes:
+    """Weights that are so many times as far from the older ones as the model's own are."""
+
+    def change(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+        before = dict(older.model.named_parameters())
+        for name, parameter in model.named_parameters():
+            start = before[name].data.to(parameter.data)
+            yield parameter, "data", start + size * (parameter.data - start)
+
+    return change
+
+
+def _step_from(older: Adapter, size: float) -> Way:
+    """The step from the older weights to these, or an adapter's change, more or less than once."""
+    return Way(
+        f"{size:.3g} times the step from the older weights to these (an adapter that is added twice, or scaled)", "bug",
+        attributes=_between(older, size), resized=functools.partial(_step_from, older), size=size,
+    )  # fmt: skip
+
+
 def _clamped(size: int, at: Tensor, cut: int) -> Tensor:
     return at.clamp(max=size - 1)
 
@@ -351,10 +411,16 @@ def _positions(place: Callable[[Tensor, int], Tensor]) -> Hooks:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}
 
-        for module in _rotary(model):
+        for module in (*_rotary(model), *_learned(model)):
             yield module.register_forward_pre_hook(before, with_kwargs=True)
 
     return attach
+
+
+def _learned(model: nn.Module) -> list[nn.Module]:
+    """The tables of positions that are learned, which take positions as they are."""
+    names = ("wpe", "position_embeddings", "embed_positions")
+    return [each for name, each in model.named_modules() if name.endswith(names) and type(each) is nn.Embedding]
 
 
 def _round_again(seed: int, units: float) -> Hooks:
@@ -423,6 +489,8 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
         return None if first is None or rest is None else torch.cat([first[: TILE - 1], rest[TILE - 1 :]])
     model = adapter.at(dtype_named(way.dtype))
     tokens = torch.tensor([ids], device=model.device)
+    if way.routed:
+        way = dataclasses.replace(way, hooks=_joined(way.hooks, routers.replayed(routers.chosen_in(adapter, way.routed, tokens))))
     inner, bos = 0 < prompt < len(ids), getattr(adapter.tokenizer, "bos_token_id", None)
     with changed(model.model, prompt, way) as there:
         if not there or (not inner and (way.prefix or way.fed == "apart" or (way.older and way.older[1] == "prompt"))):
