@@ -68,7 +68,7 @@ def peak():
 
 @torch.no_grad()
 def long(count):
-    """Peak memory behind a quarter of a long text and behind the whole, recorded and plain."""
+    """Peak memory of the process by the length of a text: plain, and recorded on disk, in a window and in memory."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -80,16 +80,23 @@ def long(count):
     prompt = list(range(3, 19))
     one = 4 * 1024 * 2 * len(STREAMS.split(",")) / 2**20
     print(f"{STREAMS} of 2 layers of width 1,024 in float32: {one * count:.0f} MiB over {count} tokens")
-    for length in (count // 4, count):
-        for way in ("on disk", "in memory"):
-            if way == "in memory" and length < count:
-                continue
-            gc.collect()
-            with tempfile.TemporaryDirectory() as folder:
-                into = Path(folder) / "parts" if way == "on disk" else None
-                (text,) = kv.generated(adapter, prompt, STREAMS, max_new_tokens=length, into=into)
-                rows = text["resid_post", 1]
-                print(f"  {length} tokens, {way}: {len(rows)} rows, peak {peak():.0f} MiB so far")
+    kv.generated(adapter, prompt, STREAMS, max_new_tokens=2)
+    print(f"  the process before: {peak():.0f} MiB")
+    adapter.model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    print(f"  {count} tokens, plain generate: peak {peak():.0f} MiB")
+    # A process's peak only grows, so what holds least comes first.
+    on_disk = [(length, "on disk") for length in (count // 8, count // 4, count // 2, count)]
+    for length, way in [(count, "last(64)"), *on_disk, (count, "in memory")]:
+        gc.collect()
+        with tempfile.TemporaryDirectory() as folder:
+            how = {"into": Path(folder) / "parts"} if way == "on disk" else {}
+            how |= {"positions": way} if way == "last(64)" else {}
+            (text,) = kv.generated(adapter, prompt, STREAMS, max_new_tokens=length, **how)
+            written = peak()
+            rows = text["resid_post", 1]
+            print(
+                f"  {length} tokens, {way}: peak {written:.0f} MiB so far; {len(rows)} rows of a layer read: {peak():.0f}"
+            )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from kvinterp.models.inputs import leading_pads
 from kvinterp.models.passes import Passes, WatchesPasses
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.recording.generation import Generation, Pass, Stitched, ended, pads_in
-from kvinterp.recording.parts import PART, Parts
+from kvinterp.recording.parts import PART, Packing, Parts
 from kvinterp.recording.recorder import Recorder
 from kvinterp.recording.windows import window_of
 
@@ -148,6 +148,7 @@ class Recording(Recorder, WatchesPasses):
     ) -> None:
         self.window = window_of(positions)
         self._parts = None if into is None else Parts(into)
+        self._packing = Packing()
         self._columns: tuple[int, ...] | None = None
         self._pads: tuple[int, ...] = (0,)
         self._held = self._gone = 0
@@ -296,6 +297,9 @@ class Recording(Recorder, WatchesPasses):
             if len(rows) < tensor.shape[axis]:
                 tensor = tensor.index_select(axis, torch.tensor(rows, dtype=torch.long, device=tensor.device))
         super().see(site, layer, start, tensor)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        return super()._copied(tensor) if self.window is None else self._packing.copied(tensor)
 
     def __getitem__(self, place: Site | str) -> Tensor:
         """As a :class:`Recorder`'s, unless what was recorded lies in parts on disk."""

@@ -133,7 +133,11 @@ class Recorder(SiteHook):
             # Without the axis of rows, the axes after it move up by one.
             axis = layout.heads - (newest and layout.heads > layout.rows)
             tensor = tensor.index_select(axis, heads.to(tensor.device))
-        self._pieces.setdefault((site, layer), []).append(tensor.clone())
+        self._pieces.setdefault((site, layer), []).append(self._copied(tensor))
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """A copy that nothing else writes to."""
+        return tensor.clone()
 
     def _joined(self, site: str, pieces: list[Tensor]) -> Tensor:
         if self.positions == "newest" or site in CACHE_SITES or site == ROWS:

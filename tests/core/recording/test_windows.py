@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.recording import around
+from kvinterp.recording import around, parts
 from support import assert_bitwise
 
 PROMPTS = [[3, 17, 44, 9, 71, 26, 58, 5, 33], [90, 12, 64, 8]]
@@ -69,6 +69,29 @@ def test_only_the_last_rows_are_held(model: Any) -> None:
     row = 4 * model.facts.width
     assert seen.kept_bytes == 4 * row * model.facts.layers
     assert len(seen.texts()[0].positions) == 4
+
+
+def test_small_tensors_share_blocks(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long run grew by 4 times what it recorded: its small tensors lay between buffers that grow with the cache."""
+
+    def blocks(recorder: Any) -> dict[int, int]:
+        storages = [tensor.untyped_storage() for tensors in recorder.kept.values() for tensor in tensors]
+        return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+
+    length = {"max_new_tokens": 60, "min_new_tokens": 60}
+
+    def run(**how: Any) -> Any:
+        with kv.record(model, SITES, positions="all", **how) as seen, torch.no_grad():
+            model.generate(torch.tensor(PROMPTS[:1]), torch.ones(1, 9, dtype=torch.long), length)
+        return seen
+
+    monkeypatch.setattr(parts, "BLOCK", 2**16)
+    in_memory = run()
+    assert sum(blocks(in_memory).values()) < 2 * in_memory.kept_bytes
+    small = [tensor for tensors in in_memory.kept.values() for tensor in tensors if tensor.nbytes <= 2**12]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in small}) < len(small) / 8
+    monkeypatch.setattr(around, "PART", 2**16)
+    assert sum(blocks(run(into=tmp_path / "parts")).values()) < 2**18 < in_memory.kept_bytes
 
 
 def test_parts_on_disk(model: Any, whole: list[kv.Generation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
