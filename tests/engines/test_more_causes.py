@@ -54,7 +54,10 @@ def why(found: kv.Verdict) -> str:
 
 def conversation(model: Any, reply: list[int], written: list[int], seen: list[int] | None = None) -> list[EnginePath]:
     """Two turns: the second's log-probs are behind the first's tokens as ``seen``, its prompt has them as ``written``."""
-    ask, again = list(model.encode("Question: Ben has 3 pens. How many?\nAnswer:")), list(model.encode("\nQuestion: And why?"))[1:]
+    ask, again = (
+        list(model.encode("Question: Ben has 3 pens. How many?\nAnswer:")),
+        list(model.encode("\nQuestion: And why?"))[1:],
+    )
     answer = texts_of(model, 1)[0][1:65]
     network = model.model
     behind = [*ask, *(reply if seen is None else seen), *again]

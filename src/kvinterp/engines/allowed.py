@@ -1,8 +1,8 @@
 """Log-probs that are renormalised over allowed tokens, as under a grammar's mask.
 
-A mask takes away the mass of what is not allowed, so that each allowed token's log-prob rises by the same amount at a position:
-``log p(v | allowed) = log p(v) - log p(allowed)``. A set that is the same at every position is tried as it is; of one that changes
-with the position, as a grammar's does, the amount is read off the other tokens that the engine gave beside the drawn one.
+A mask takes away the mass of what is not allowed, so that each allowed token's log-prob rises by the same amount at a
+position: ``log p(v | allowed) = log p(v) - log p(allowed)``. A set that is the same at every position is tried as it is; of one
+that changes with the position, as a grammar's does, the amount is read off the tokens that were given beside the drawn one.
 """
 
 from __future__ import annotations

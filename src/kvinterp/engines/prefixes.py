@@ -48,8 +48,8 @@ def edits(adapter: Adapter) -> dict[str, Prefix]:
     if adapter.tokenizer is not None:
         found["the prompt without its think parts"] = lambda paths, n: _rewritten(adapter, paths[n].prompt, _unthought)
         found["the prompt's text encoded anew"] = lambda paths, n: _rewritten(adapter, paths[n].prompt, str)
-        found["the tokens of the turns before it in the file, not what its prompt makes of them"] = lambda paths, n: _generated(
-            adapter, paths, n
+        found["the tokens of the turns before it in the file, not what its prompt makes of them"] = lambda paths, n: (
+            _generated(adapter, paths, n)
         )
     return found
 
@@ -85,7 +85,9 @@ def _generated(adapter: Adapter, paths: Sequence[EnginePath], number: int) -> tu
     A template leaves out what was thought, and text that is encoded anew is cut into other tokens.
     """
     own = paths[number].prompt
-    turns = [path for path in paths if path.tokens and len(path.prompt) < len(own) and own[: len(path.prompt)] == path.prompt]
+    turns = [
+        path for path in paths if path.tokens and len(path.prompt) < len(own) and own[: len(path.prompt)] == path.prompt
+    ]
     if not turns:
         return None
     turn = max(turns, key=lambda path: len(path.prompt))

@@ -24,7 +24,9 @@ def routers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if type(module).__name__.endswith("Router") and hasattr(module, "top_k")]
 
 
-def _replaced(change: Callable[[nn.Module, Any, Choice], tuple[Tensor, Tensor]]) -> Callable[[nn.Module, int], Iterator[Any]]:
+def _replaced(
+    change: Callable[[nn.Module, Any, Choice], tuple[Tensor, Tensor]],
+) -> Callable[[nn.Module, int], Iterator[Any]]:
     """Hooks that give other weights and numbers of experts."""
 
     def attach(model: nn.Module, prompt: int) -> Iterator[Any]:
@@ -67,7 +69,9 @@ UNNORMALISED = _replaced(_unnormalised)
 
 def counted(by: int) -> Callable[[nn.Module], list[tuple[Any, str, Any]]]:
     """So many experts more are chosen for each token."""
-    return lambda model: [(each, "top_k", each.top_k + by) for each in routers(model) if 1 <= each.top_k + by <= _count(each)]
+    return lambda model: [
+        (each, "top_k", each.top_k + by) for each in routers(model) if 1 <= each.top_k + by <= _count(each)
+    ]
 
 
 def _count(router: Any) -> int:
@@ -90,7 +94,9 @@ def replayed(choices: Sequence[Sequence[Tensor]]) -> Callable[[nn.Module, int], 
 def chosen_in(adapter: Adapter, dtype: str, tokens: Tensor) -> list[list[Tensor]]:
     """The weights and numbers of the experts that our own path in a precision chooses, by router."""
     model, found = adapter.at(dtype_named(dtype)), list[list[Tensor]]()
-    handles = [each.register_forward_hook(lambda _, args, output: found.append([*output[1:]])) for each in routers(model.model)]
+    handles = [
+        each.register_forward_hook(lambda _, args, output: found.append([*output[1:]])) for each in routers(model.model)
+    ]
     try:
         model.forward(tokens)
     finally:

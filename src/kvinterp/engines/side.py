@@ -595,8 +595,8 @@ class Side:
         if far.sum() < FEWEST // 2 or (apart[far] < 0).any():
             return ""
         return (
-            f"Where it is off (at {far.sum():,} tokens) it is above ours each time, as log-probs that are renormalised over allowed "
-            "tokens are, by a grammar or a truncation of another size"
+            f"Where it is off (at {far.sum():,} tokens) it is above ours each time, as log-probs that are renormalised over "
+            "allowed tokens are, by a grammar or a truncation of another size"
         )
 
     def _routed(self) -> str:

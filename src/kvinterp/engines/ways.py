@@ -207,7 +207,7 @@ def nulls(rung: Way) -> tuple[list[Way], list[Way]]:
 
 
 def stale(adapter: Adapter, older: Adapter) -> Iterator[Way]:
-    """Yields what weights of another time do: those of the whole text, of the prompt's cache alone, of the head or the layers alone.
+    """Yields what weights of another time do: those of the whole text, or of the prompt's cache, the head or the layers alone.
 
     Without an adapter's weights, "older" are those of the base: an adapter that is missing, merged twice, or half.
     """
@@ -237,7 +237,8 @@ def routing(near: str) -> Iterator[Way]:
         word = "kernel" if names.index(dtype) <= names.index(near) else "wrong-dtype"
         yield Way(f"the router in {dtype}", word, hooks=routers.in_precision(dtype))
         yield Way(f"the experts that our own {dtype} chooses", word, routed=dtype)
-    yield Way("the chosen experts' weights divided by their sum or not, other than the config says", "bug", hooks=routers.UNNORMALISED)
+    name = "the chosen experts' weights divided by their sum or not, other than the config says"
+    yield Way(name, "bug", hooks=routers.UNNORMALISED)
     yield Way("one expert more for each token", "bug", attributes=routers.counted(1))
     yield Way("one expert fewer for each token", "bug", attributes=routers.counted(-1))
 
@@ -490,7 +491,9 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
     model = adapter.at(dtype_named(way.dtype))
     tokens = torch.tensor([ids], device=model.device)
     if way.routed:
-        way = dataclasses.replace(way, hooks=_joined(way.hooks, routers.replayed(routers.chosen_in(adapter, way.routed, tokens))))
+        way = dataclasses.replace(
+            way, hooks=_joined(way.hooks, routers.replayed(routers.chosen_in(adapter, way.routed, tokens)))
+        )
     inner, bos = 0 < prompt < len(ids), getattr(adapter.tokenizer, "bos_token_id", None)
     with changed(model.model, prompt, way) as there:
         if not there or (not inner and (way.prefix or way.fed == "apart" or (way.older and way.older[1] == "prompt"))):
