@@ -5,6 +5,8 @@ Beside both stands the null: the same forward with as many tokens more behind th
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvinterp.commands.kit import Cell, Made, OfModel, Parts, Result, joined, load_prompts, option, shared
 from kvinterp.comparison.sparse_autoencoder import SparseAutoencoder, by_place, load_sae
 from kvinterp.comparison.which_run import (
@@ -17,6 +19,7 @@ from kvinterp.comparison.which_run import (
 )
 from kvinterp.models.attaching import Site
 from kvinterp.paths import path_named
+from kvinterp.report.forks import fork_parts
 
 
 class WhichRunWrote(OfModel):
@@ -49,6 +52,10 @@ class WhichRunWrote(OfModel):
         """The autoencoders, by the site and layer that each names."""
         return by_place([load_sae(folder) for folder in self.sae])
 
+    def settings(self) -> dict[str, Any]:
+        """With what the autoencoders hold instead of their folders' names: one that was trained anew is another."""
+        return {**super().settings(), "sae": [sae.digest for sae in map(load_sae, self.sae)]}
+
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
         return [Cell(f"example-{n}", self.held, {"number": n}) for n in range(len(load_prompts(self.prompts)))]
@@ -64,4 +71,8 @@ class WhichRunWrote(OfModel):
         """All texts."""
         tables = joined(parts)
         about = next(about for _, about in parts.values())
-        return WhichRun(tables["distances"], tables["readouts"], about)
+        return WhichRun(tables["distances"], tables["readouts"], tables["texts"], about)
+
+    def page_parts(self, result: Any) -> list[Any]:
+        """The positions at which the runs part, with the text around."""
+        return fork_parts(result)

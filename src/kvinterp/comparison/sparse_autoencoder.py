@@ -7,6 +7,7 @@ architectures are read here; of the others its own objects serve as well, since 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from kvinterp.common.files import bytes_of, is_file, strict_json
 from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.attaching import Site
+from kvinterp.models.hashing import weights_hash
 from kvinterp.models.hook_names import hook_of
 
 ARCHITECTURES = ("standard", "topk", "jumprelu")
@@ -64,6 +66,12 @@ class SparseAutoencoder(nn.Module):
         """The site and layer, by the hook that the metadata name; None where they name none."""
         found = hook_of(self.metadata.get("hook_name"))
         return None if found is None or found[1] is None else (found[0], found[1])
+
+    @property
+    def digest(self) -> str:
+        """A hash of its weights and of what it does with them, 16 hex digits; two folders with the same content have the same."""
+        told = [self.architecture, self.k, self.subtracts, self.metadata.get("hook_name"), weights_hash(self)]
+        return hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest()
 
     def before(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch feature"]:
         """The features before their activation function."""

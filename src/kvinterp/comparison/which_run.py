@@ -7,6 +7,7 @@ many tokens more behind the text, which on paper changes nothing at the text's o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, cast
@@ -59,6 +60,7 @@ class WhichRun(Result):
             the difference over the norm of the recomputation), and ``null``, the same of two recomputations.
         readouts: One row an example, readout, site, layer and position: ``changed``, the share that differs (of the top
             neurons, of features that fire in either run, of probes' signs, of heads' argmaxes), and ``null``.
+        texts: One row an example and position: ``token`` and its ``text`` (the id, where the model has no tokenizer).
         provenance: The runs, model and machine.
     """
 
@@ -66,6 +68,7 @@ class WhichRun(Result):
 
     distances: pd.DataFrame
     readouts: pd.DataFrame
+    texts: pd.DataFrame
     provenance: dict[str, Any]
 
     def __repr__(self) -> str:
@@ -75,13 +78,13 @@ class WhichRun(Result):
 
     def written(self) -> Contents:
         """Returns both tables with their provenance, and the summary."""
-        tables = {"distances": self.distances, "readouts": self.readouts}
+        tables = {"distances": self.distances, "readouts": self.readouts, "texts": self.texts}
         return signed(tables, self.provenance), {"provenance": self.provenance}
 
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> WhichRun:
         """Makes the result of its tables."""
-        return cls(tables["distances"], tables["readouts"], dict(summary["provenance"]))
+        return cls(tables["distances"], tables["readouts"], tables["texts"], dict(summary["provenance"]))
 
     def overview(self) -> pd.DataFrame:
         """One row a readout, site and layer: the share that differs at generated positions, its null, and n."""
@@ -92,7 +95,25 @@ class WhichRun(Result):
         """The positions at which the runs part further than any position of the null does, the furthest first."""
         table = self.distances
         limit = table.groupby(["site", "layer"])["null"].transform("max")
-        return table[table["relative_l2"] > limit].sort_values("relative_l2", ascending=False, ignore_index=True)
+        beyond = table.assign(limit=limit)[table["relative_l2"] > limit]
+        return beyond.sort_values("relative_l2", ascending=False, ignore_index=True)
+
+    def fork_points(self) -> pd.DataFrame:
+        """The positions among :meth:`forks`, one a row, the furthest first.
+
+        Returns:
+            ``example``, ``position``, ``part``; ``places``, how many sites and layers part there; ``first_layer``, the first of
+            them; ``relative_l2`` and ``limit`` of the site and layer that part furthest in units of the null's largest.
+        """
+        forks = self.forks()
+        forks = forks.assign(times=forks["relative_l2"] / forks["limit"].clip(lower=1e-300))
+        forks = forks.sort_values(["times", "relative_l2"], ascending=False, kind="stable")
+        table = forks.groupby(["example", "position", "part"], sort=False, as_index=False)
+        points = table.agg(
+            places=("site", "size"), first_layer=("layer", "min"), relative_l2=("relative_l2", "first"),
+            limit=("limit", "first"), site=("site", "first"), layer=("layer", "first"),
+        )  # fmt: skip
+        return points.reset_index(drop=True)
 
 
 def which_run(
@@ -106,6 +127,7 @@ def which_run(
     probes: Mapping[Any, Tensor] | None = None,
     features: Mapping[Any, Encoder] | None = None,
     first: int = 0,
+    within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> WhichRun:
     """Holds the run that wrote each text against its recomputation, one forward over the finished text.
 
@@ -120,6 +142,8 @@ def which_run(
             product with a row. Default: random directions at every layer, drawn from seed 0, as stand-ins.
         features: Objects with ``encode(x)`` (SAELens's ``SAE``, a ``torch.nn.Module``), by site and layer, or by a hook's name.
         first: The number of the first prompt.
+        within: Opens the context in which each text is written, such as ``lambda: kv.steer(model, vector, layer=3)``; the
+            recomputation is made outside of it, as a clean forward over a steered text is.
 
     Raises:
         InputError: Something given does not fit the model.
@@ -136,13 +160,15 @@ def which_run(
     _, places = places_of(adapter, names, layers)
     places = list(dict.fromkeys([*places, *readings]))
     path = run if run == GENERATE else path_named(cast(Any, run))
-    distances, readouts = [], []
+    distances, readouts, texts = [], [], []
     with own_threads(adapter), torch.no_grad(), adapter.one_call():
         for example, prompt in enumerate(tokens, first):
-            wrote = _wrote(adapter, prompt, path, places, max_new_tokens)
+            with within():
+                wrote = _wrote(adapter, prompt, path, places, max_new_tokens)
             fed = wrote.text[: len(wrote.positions)]
             more = fed[: adapter.facts.context - len(fed)]
             alone, longer = (_recomputed(adapter, text, places) for text in (fed, fed + more))
+            texts.append(_positions(wrote).assign(example=example, text=_shown_tokens(adapter, fed)))
             for place in places:
                 rows = [_rows(tensor, place[0], len(fed)) for tensor in (wrote[place], alone[place], longer[place])]
                 base = _positions(wrote).assign(example=example, site=place[0], layer=place[1])
@@ -154,9 +180,15 @@ def which_run(
                     changed, control = (shares.double().cpu().numpy() for shares in seen)
                     readouts.append(base.assign(readout=readout, changed=changed, null=control if more else np.nan))
     about = provenance(
-        adapter, run=str(path), max_new_tokens=max_new_tokens, top=top, probes="random" if probes is None else "given"
+        adapter,
+        run=str(path),
+        max_new_tokens=max_new_tokens,
+        top=top,
+        probes="random" if probes is None else "given",
+        within=within is not contextlib.nullcontext,
     )
-    return WhichRun(pd.concat(distances, ignore_index=True), pd.concat(readouts, ignore_index=True), about)
+    apart, changed, written = (pd.concat(pieces, ignore_index=True) for pieces in (distances, readouts, texts))
+    return WhichRun(apart, changed, written, about)
 
 
 # The runs ----------------------------------------------------------------------------------------------------------------
@@ -206,6 +238,11 @@ def _positions(text: Generation) -> pd.DataFrame:
     part = np.where(positions < len(text.prompt), "prompt", "generated")
     tokens = np.array(text.text)[positions]
     return pd.DataFrame({"position": positions, "token": tokens, "part": part})
+
+
+def _shown_tokens(adapter: Adapter, tokens: Sequence[int]) -> list[str]:
+    """Each token as text; its id without a tokenizer."""
+    return [f"{token} " if adapter.tokenizer is None else adapter.decode([token]) for token in tokens]
 
 
 def _apart(a: Tensor, b: Tensor) -> np.ndarray:

@@ -29,6 +29,7 @@ from kvinterp.models.sites import VECTOR_SITES
 from kvinterp.patching.around import applied
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.patch import Patch
+from kvinterp.recording.generation import text_end
 
 log = logging.getLogger("kvinterp")
 CONTEXT = "kv.steer"
@@ -44,6 +45,8 @@ class _Text:
         pads: The pads in front of each row.
         begins: The columns that were in a cache before the first forward.
         steered: ``[row, column]``, whether the vector was added there when the column was last computed.
+        ids: ``[row, column]``, the token ids that were fed; None where none were seen.
+        ends: The tokens that end a text.
     """
 
     call: Call | None
@@ -51,6 +54,8 @@ class _Text:
     pads: Tensor
     begins: int
     steered: Tensor
+    ids: Tensor | None = None
+    ends: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -60,6 +65,16 @@ class _Text:
     def positions(self) -> Tensor:
         """The position of each column in its own text, ``[row, column]``; negative at pads."""
         return torch.arange(self.end) - self.pads[:, None]
+
+    def own(self) -> Tensor:
+        """``[row, column]``: whether a column is of its row's text, neither a pad nor fed after the text had ended."""
+        real = self.positions() >= 0
+        known = [self.ids] if self.call is None else [self.call.output, self.ids]
+        ids = next((ids for ids in known if ids is not None and ids.shape[1] >= self.end), None)
+        if ids is None or self.call is None or len(ids) != len(real):
+            return real
+        stops = torch.tensor([text_end(row, self.prompt, self.end, self.ends) for row in ids.tolist()])
+        return real & (torch.arange(self.end) < stops[:, None])
 
 
 class Steering:
@@ -73,36 +88,37 @@ class Steering:
     def __init__(self, adapter: Adapter, site: str, layers: tuple[int, ...], vector: Tensor, positions: Any) -> None:
         self.site, self.layers = site, layers
         self._vector, self._named = vector, positions
-        self._calls, self._texts = Calls(adapter), list[_Text]()
+        self._calls, self._texts, self._ends = Calls(adapter), list[_Text](), tuple(adapter.end_tokens)
         self._step = -1
         self.hook: PatchHook | None = None
 
     @property
     def steered(self) -> int:
         """At how many positions the vector was added, over all texts."""
-        return sum(int(text.steered.sum()) for text in self._texts)
+        return sum(int((text.steered & text.own()).sum()) for text in self._texts)
 
     @property
     def computed(self) -> int:
-        """How many positions were computed, pads not counted, over all texts."""
-        return sum(int((text.positions() >= 0)[:, text.begins :].sum()) for text in self._texts)
+        """How many positions of texts were computed: pads, and what rows were fed that had ended, are not counted."""
+        return sum(int(text.own()[:, text.begins :].sum()) for text in self._texts)
 
     def where(self) -> list[list[int]]:
         """The positions of each text at which the vector was added, in the order of the rows."""
         return [
             positions[mask].tolist()
             for text in self._texts
-            for positions, mask in zip(text.positions(), text.steered, strict=True)
+            for positions, mask in zip(text.positions(), text.steered & text.own(), strict=True)
         ]
 
     def __str__(self) -> str:
         """Says at how many positions of how many the vector was added."""
         prompt, generated = list[tuple[int, int]](), list[tuple[int, int]]()
         for text in self._texts:
-            real = text.positions() >= 0
+            real = text.own()
+            steered = text.steered & real
             real[:, : text.begins] = False
             for part, columns in ((prompt, slice(None, text.prompt)), (generated, slice(text.prompt, None))):
-                part.append((int(text.steered[:, columns].sum()), int(real[:, columns].sum())))
+                part.append((int(steered[:, columns].sum()), int(real[:, columns].sum())))
         shares = (f"{sum(a for a, _ in part)} of {sum(b for _, b in part)}" for part in (prompt, generated))
         count = sum(len(text.steered) for text in self._texts)
         layers = ", ".join(map(str, self.layers))
@@ -150,8 +166,10 @@ class Steering:
         if text is None or not (0 < start <= text.end if start else grows):
             prompt = (call.prompt_length if call is not None else 0) or start or end
             pads = self._pads(batch, prompt)
-            text = _Text(call, prompt, pads, start, torch.zeros(batch, start, dtype=torch.bool))
+            ends = (*self._ends, *(() if call is None else call.ends))
+            text = _Text(call, prompt, pads, start, torch.zeros(batch, start, dtype=torch.bool), ends=ends)
             self._texts.append(text)
+        text.ids = self._calls.fed(text.ids, start, end - start)
         text.steered = torch.cat([text.steered[:, :end], torch.zeros(batch, max(end - text.end, 0), dtype=torch.bool)], 1)
         return text
 

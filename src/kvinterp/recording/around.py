@@ -22,7 +22,7 @@ from kvinterp.models.hooks import LAST
 from kvinterp.models.inputs import leading_pads
 from kvinterp.models.passes import Passes, WatchesPasses
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
-from kvinterp.recording.generation import Generation, Pass, Stitched, ended, pads_in
+from kvinterp.recording.generation import Generation, Pass, Stitched, ended, pads_in, text_end
 from kvinterp.recording.parts import PART, Packing, Parts
 from kvinterp.recording.recorder import Recorder
 from kvinterp.recording.windows import window_of
@@ -213,10 +213,8 @@ class Recording(Recorder, WatchesPasses):
         path = "cached" if len(batch.passes) == 1 or any(here.start for here in batch.passes) else "recompute"
         for row, tokens in enumerate(ids.tolist()):
             begin, cut = pads[row], batch.prompt_length
-            count = ended(tokens[cut:], tuple(ends))
-            # A row that ended before the others was fed fillers, and its end token, which alone it would not have been.
-            stop = min(cut + count - 1, batch.end) if count < len(tokens) - cut else batch.end
-            generated = tuple(tokens[cut : cut + count])
+            generated = tuple(tokens[cut : cut + ended(tokens[cut:], tuple(ends))])
+            stop = text_end(tokens, cut, batch.end, tuple(ends))
             chosen = self._chosen(batch, pads, begin, stop)
             columns = range(begin, stop) if chosen is None else chosen
             yield Generation(

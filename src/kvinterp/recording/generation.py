@@ -377,6 +377,20 @@ def ended(tokens: Sequence[int], ends: Sequence[int]) -> int:
     return len(tokens)
 
 
+def text_end(tokens: Sequence[int], prompt: int, end: int, ends: Sequence[int]) -> int:
+    """The end of the columns of a row that are of its text.
+
+    Args:
+        tokens: The row's token ids.
+        prompt: The columns of the prompts.
+        end: The columns that were fed.
+        ends: The tokens that end a text.
+    """
+    count = ended(tokens[prompt:], ends)
+    # A row that ended before the others was fed fillers, and its end token, which alone it would not have been.
+    return min(prompt + count - 1, end) if count < len(tokens) - prompt else end
+
+
 def pads_in(mask: Tensor) -> list[int]:
     """How many pads are in front of each row of a mask, ``[batch, column]``.
 

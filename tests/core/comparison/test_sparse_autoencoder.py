@@ -30,6 +30,17 @@ def test_features_are_those_of_the_definition(architecture: str, tmp_path: Path)
     assert again.metadata == sae.metadata
 
 
+def test_a_digest_is_of_the_content(tmp_path: Path) -> None:
+    """A run is taken up again by what an autoencoder holds: one that was trained anew into the same folder is another."""
+    sae = kv.load_sae(small_sae())
+    digests = {sae.digest, kv.load_sae(sae.save(tmp_path)).digest}
+    assert len(digests) == 1
+    sae.b_enc[3] += 1.0
+    digests.add(kv.load_sae(sae.save(tmp_path)).digest)
+    sae.k += 1
+    assert len({*digests, sae.digest}) == 3
+
+
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [

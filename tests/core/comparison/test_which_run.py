@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import kvinterp as kv
 from kvinterp.comparison.which_run import headline_of_runs, rows_of_runs
+from kvinterp.report.forks import MOST, around, fork_parts
 
 PROMPTS = ["12 + 30 =", "45 + 11 ="]
 
@@ -37,6 +38,8 @@ def test_a_recomputation_is_its_own(model: Any) -> None:
     assert not found.readouts["changed"].any()
     assert headline_of_runs(found)[0].endswith("bit for bit.")
     assert found.forks().empty
+    _, said = fork_parts(found)
+    assert said.text.startswith(f"At none of {len(found.texts)} positions")
 
 
 def test_a_cache_in_four_bits_is_another_run(model: Any) -> None:
@@ -51,9 +54,33 @@ def test_a_cache_in_four_bits_is_another_run(model: Any) -> None:
     mean = found.overview().groupby("readout")[["changed", "null"]].mean()
     assert set(mean.index) == {"argmax of a head", "feature that fires", "sign of a random probe", "top 32 neurons"}
     assert mean.loc["top 32 neurons", "changed"] > mean.loc["top 32 neurons", "null"]
+    points = found.fork_points()
+    assert set(written["position"]) <= set(points.query("part == 'generated'")["position"])
+    row = found.texts.query("example == 0 and position == 4")
+    assert around(found.texts.query("example == 0"), 4).count(f"\u27e6{row['text'].item()}\u27e7") == 1
+    _, _, table = fork_parts(found)
+    assert len(table.rows) == min(len(points), MOST)
     texts = " ".join(headline_of_runs(found))
     assert "(cached+int4) is not its recomputation" in texts
     assert {row["n"] for row in rows_of_runs(found)} == {2}
+
+
+def test_a_steered_run_is_held_against_a_clean_forward(model: Any) -> None:
+    """Above the steered layer the streams part by far more than rounding, below it they do not; and features switch."""
+    vector, place = 8.0 * torch.ones(model.facts.width), ("resid_post", 3)
+    features = {place: Above(model.facts.width)}
+    how = {"max_new_tokens": 6, "features": features}
+    clean, steered = (
+        kv.which_run(model, PROMPTS[:1], **how, **within)
+        for within in ({}, {"within": lambda: kv.steer(model, vector, layer=1)})
+    )
+    apart = steered.distances.query("site == 'resid_post'").groupby("layer")["relative_l2"].min()
+    assert apart[0] < 1e-4
+    assert (apart[1:] > 0.05).all()
+    switched, null = (
+        found.readouts.query("readout == 'feature that fires'")["changed"].mean() for found in (steered, clean)
+    )
+    assert switched > null + 0.05
 
 
 @torch.no_grad()

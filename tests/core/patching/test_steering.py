@@ -73,6 +73,22 @@ def test_the_text_is_the_same_with_and_without_a_cache(model: Any, positions: An
     assert not torch.equal(texts[0], generate(model, *prompts)), "the vector changed no token: the test shows nothing"
 
 
+@pytest.mark.parametrize("positions", ["all", "generated"])
+def test_what_a_row_is_fed_after_its_end_is_none_of_its_text(native: Any, positions: str) -> None:
+    """A row of a batch that ended is fed fillers; they were counted among the positions that were steered."""
+    free = {"min_new_tokens": 0, "eos_token_id": -1}
+    with kv.steer(native, vector(native), 1, positions):
+        whole = generate(native, *PROMPTS, **free)[:, -NEW:]
+    # A token that the first row writes before its last, and the second does not write.
+    ends = next(int(token) for token in whole[0, : NEW - 2] if token not in whole[1])
+    count = whole[0].tolist().index(ends)
+    with kv.steer(native, vector(native), 1, positions) as steering:
+        generate(native, *PROMPTS, min_new_tokens=0, eos_token_id=ends)
+    first = 0 if positions == "all" else 8
+    assert steering.where() == [list(range(first, 8 + count)), list(range(max(first - 3, 0), 5 + NEW - 1))]
+    assert f"{count + NEW - 1} of {count + NEW - 1} generated" in str(steering)
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 3}, {"do_sample": True}, {"prompt_lookup_num_tokens": 2}],
     ids=str,
