@@ -21,6 +21,7 @@ from transformers import (
     RobertaConfig,
     RobertaForCausalLM,
 )
+from transformers.cache_utils import DynamicLayer
 
 import kvinterp as kv
 from kvinterp.auditing.programs.function_subject import FunctionSubject
@@ -249,7 +250,7 @@ def test_what_programs_or_seconds_cut_off_is_said_and_how_far_they_went() -> Non
     names = {str(program_named(text)): (_past(size), size) for text, size in ahead.items()}
     (cut,) = _cut(found, names, programs, 60.0)
     assert (cut.name, cut.status, cut.hint) == (_past(512), "not run", "--programs")
-    assert cut.detail.startswith("5 programs more, since ")
+    assert cut.detail.startswith(f"{len(ahead)} programs more, since ")
     reach = {check.name: check.reach for check in _checks(subject, found) if check.status == RIGHT}
     assert reach["batch"].rows == 17
     assert reach["crop and go on"].taken_back == 12
@@ -305,3 +306,32 @@ def test_a_sound_model_is_right_however_far_it_goes(name: str) -> None:
     )
     words = {text: tried(subject, program_named(text)).word for text in first_programs(subject)}
     assert WRONG not in words.values(), [text for text, word in words.items() if word == WRONG]
+
+
+@pytest.mark.parametrize("method", ["reorder_cache", "batch_repeat_interleave", "crop"])
+def test_rows_of_a_large_cache_are_moved_and_taken_back(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defect: what is tried first moved seven columns each, so that what is wrong behind 24 or 32 of them passed."""
+    own = getattr(DynamicLayer, method)
+
+    def moved(self: Any, given: Any) -> None:
+        values = self.values
+        own(self, given)
+        if method == "reorder_cache" and values.shape[2] > 24:
+            self.values = values
+        if method == "batch_repeat_interleave" and given >= 3:
+            self.values = values.repeat(given, 1, 1, 1)
+        if method == "crop" and self.values.shape[2] >= 32:
+            self.values = self.values.roll(1, 2)
+
+    torch.manual_seed(0)
+    subject = ModelSubject(kv.wrap(llama().eval()))
+    part = {"reorder_cache": "reorder(", "crop": "crop("}.get(method, "repeat(")
+    programs = [program_named(text) for text in FIRST if part in text]
+    assert {tried(subject, program).word for program in programs} == {RIGHT}
+    monkeypatch.setattr(DynamicLayer, method, moved)
+    assert WRONG in {tried(subject, program).word for program in programs}
+
+
+def test_a_batch_goes_to_the_end_of_a_context_between_two_edges() -> None:
+    """Defect: of a context of 512 a batch was never fed behind position 262."""
+    assert "rows(0+3)+feed(506)+feed(6,1)" in far(512)

@@ -37,9 +37,9 @@ FIRST = (
     "rows(0)+generate(8,3,chunks)",
     "rows(0)+feed(6)+feed(3,1)+crop(2)+feed(3,1)",
     "rows(0,cache=recording)+feed(6)+feed(3,1)+crop(2)+feed(3,1)",
-    "rows(0+0+0)+feed(20)+feed(1)+reorder(2+0+1)+feed(2,1)",
+    "rows(0+0+0)+feed(40)+feed(1)+reorder(2+0+1)+feed(2,1)",
     "rows(0+0+0)+feed(6)+feed(1)+select(2+0)+feed(2,1)",
-    "rows(0+0)+feed(6)+feed(1)+repeat(2)+feed(2,1)",
+    "rows(0+0)+feed(14)+feed(1)+repeat(5)+feed(2,1)",
     "rows(0)+feed(11)+fork(2)+feed(2,1)",
     "rows(0)+feed(6)+request(5)+feed(2,1)",
     "rows(0)+feed(6)+feed(3,1)+again()+feed(6)+feed(3,1)",
@@ -48,7 +48,7 @@ FIRST = (
     "rows(0,tokens=special)+feed(9)+feed(6,1)+feed(6,1)",
     "rows(0+4)+feed(9)+request(9,3,rows=same)+feed(3,1)",
     f"rows({'+'.join('0' * 9)})+feed(5)+feed(3,1)",
-    "rows(0)+feed(30)+feed(13)+crop(12)+feed(2,1)",
+    "rows(0)+feed(50)+feed(13)+crop(12)+feed(2,1)",
     "rows(0+0)+feed(6)+join()+feed(2,1)",
     "rows(0)+feed(6)+draft(3)+draft(3)+feed(2,1)",
     "rows(0,cache=static)+feed(6)+feed(3,1)",
@@ -163,14 +163,18 @@ def _called(rows: Rows, steps: tuple[Operation, ...], subject: Subject) -> Rows:
 def far(context: int) -> dict[str, int]:
     """Programs over the positions that configs do not name, each with the edge that it goes over, the nearest first."""
     found = dict[str, int]()
-    for edge in EDGES:
-        if edge + 5 <= context:
+    # A context that ends between two of them is gone through to its end.
+    for edge in (*EDGES, context - 5):
+        if min(EDGES) <= edge <= context - 5 and (edge in EDGES or edge < FURTHEST):
             found[f"rows(0)+feed({edge - 2})+feed(5,1)"] = edge
             # Its rows go over it one after the other: columns first, then positions.
             found[f"rows(0+3)+feed({edge - 1})+feed(6,1)"] = edge
             found[f"rows(0)+feed({edge - 40})+feed(60)+feed(3,1)"] = edge
     if found:
-        last = max(found.values())
+        # Rows of a large cache are moved and taken back: beams and drafts do so far behind a prompt.
+        near, last = min(found.values()), max(found.values())
+        found[f"rows(0+0+0)+feed({near - 9})+feed(1)+reorder(2+0+1)+feed(1)+select(2+0)+feed(1)+repeat(3)+feed(1)"] = near
+        found[f"rows(0)+feed({near - 24})+feed(20)+crop(18)+feed(2,1)"] = near
         found[f"rows(0,cache=static)+feed({last - 2})+feed(5,1)"] = last
         found[f"rows(0)+generate({last - 2},5)"] = last
     if context >= FURTHEST + 3:
