@@ -44,6 +44,12 @@ def test_a_planted_place_is_said(off: Any, said: str) -> None:
     assert found(off).said.startswith(said), found(off).said
 
 
+def test_a_prompt_of_whole_blocks_is_a_prompt_though_some_of_its_tokens_were_certain() -> None:
+    """40 tokens are five blocks of 8, of which two are within the null: "in blocks of 8" was said of the prompt's path."""
+    where = found(lambda s, p: (p < PROMPT) & ((s * 5 + p // 8) % 11 > 2))
+    assert "in prompt tokens alone" in where.said, where.said
+
+
 def test_the_first_position_beyond_the_null_is_said_not_the_steepest() -> None:
     """A window that is ignored: a little from its end on, and ever more."""
     where = found(lambda s, p: np.where(p >= 90, 0.2 + ((p - 90) / 20.0) ** 2, 0.0), 20.0)

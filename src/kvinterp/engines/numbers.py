@@ -20,6 +20,8 @@ from kvinterp.recording.engine_path import EnginePath
 
 CHANCE = 1e-3
 """The level of every test and interval here: how often it may call chance a difference."""
+MOVED = 1e-6
+"""What moves a log-prob by no more than this part of the most that it moves any does not act on it: float64 rounds."""
 FEWEST = math.ceil(-math.log2(CHANCE) * 3 / 2)
 """The fewest tokens that are judged: on two thirds of fewer no signed-rank test can reject at this level."""
 
@@ -126,8 +128,9 @@ def mean_gap(a: np.ndarray, b: np.ndarray, where: np.ndarray) -> float:
 
 
 def nearer(side: np.ndarray, row: np.ndarray, truth: np.ndarray, where: np.ndarray) -> bool:
-    """Whether a row is surely nearer to a side than the truth is (Wilcoxon's signed ranks)."""
-    gain = (np.abs(side - truth) - np.abs(side - row))[where]
+    """Whether a row is surely nearer to a side than the truth is (Wilcoxon's signed ranks), at the tokens that it moves."""
+    moved = np.abs(row - truth)
+    gain = (np.abs(side - truth) - np.abs(side - row))[where & (moved > MOVED * np.nanmax(moved, initial=0.0))]
     gain = gain[np.isfinite(gain)]
     return bool(gain.any()) and bool(scipy.stats.wilcoxon(gain, alternative="greater").pvalue < CHANCE)
 
@@ -201,7 +204,7 @@ def penalised(
 
     Args:
         engine: ``[token]``, the engine's log-probs.
-        logits: ``[token, vocabulary]``; a repetition penalty, which divides logits above 0, cannot be told of log-probs alone.
+        logits: ``[token, vocabulary]``, as the model gives them: a repetition penalty divides those above 0.
         ids: ``[token]``.
         seen: For each token the ids before it.
         cuts: How many of them are the prompt's.
@@ -212,9 +215,14 @@ def penalised(
         every[row, list(before)] = 1
         reply = torch.tensor(before[cut:], dtype=torch.int64)
         counts[row].index_add_(0, reply, torch.ones(len(reply), dtype=counts.dtype))
+
+    def repeated(seen: Tensor, size: float) -> Tensor:
+        return torch.where(seen > 0, torch.where(logits > 0, logits / size, logits * size), logits)
+
     kinds = {
-        # Logits that a penalty meets are below 0 for most tokens: multiplied, as transformers and vLLM do.
-        "repetition_penalty={:.3g} over prompt and reply": lambda size: torch.where(every > 0, logits * size, logits),
+        # CTRL's (arXiv 1909.05858, section 4.1) as transformers and vLLM have it.
+        "repetition_penalty={:.3g} over prompt and reply": lambda size: repeated(every, size),
+        "repetition_penalty={:.3g} over the reply": lambda size: repeated(counts, size),
         "presence_penalty={:.3g}": lambda size: logits - (size - 1) * (counts > 0),
         "frequency_penalty={:.3g}": lambda size: logits - (size - 1) * counts,
     }
@@ -231,7 +239,7 @@ def penalised(
 
 
 def masked(engine: np.ndarray, logits: Tensor, ids: np.ndarray, where: np.ndarray) -> Mapping[str, np.ndarray]:
-    """Log-probs where one token is never drawn or is biased, and those of the likeliest token in the place of the drawn one.
+    """Log-probs where one token is banned or biased, and those of the likeliest token in the place of the drawn one.
 
     Banning the token v raises the log-prob of another by ``-log(1 - p(v))``; the token is the nearest one at some of the tokens.
     """
@@ -246,7 +254,7 @@ def masked(engine: np.ndarray, logits: Tensor, ids: np.ndarray, where: np.ndarra
         moved = -(math.expm1(bias) * logprobs.exp()).clamp(min=-1 + 1e-12).log1p()
         moved = moved + is_own * bias if bias > -math.inf else moved
         token = int((gap - moved).abs()[chosen].mean(0).argmin())
-        name = f"with a bias of {bias:+g}" if bias > -math.inf else "never drawn"
+        name = f"with a bias of {bias:+g}" if bias > -math.inf else "banned"
         rows[f"those with token {token} {name}"] = (own[:, 0] + moved[:, token]).numpy()
     return rows
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from kvinterp.engines.ways import Way, log_probs, moved, own_row
+from kvinterp.engines.ways import Way, logits_of, moved, own_row
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.recording.engine_path import EnginePath
@@ -64,11 +64,11 @@ class Ours:
         return row
 
     def logits(self, way: Way, number: int) -> torch.Tensor | None:
-        """``[position, vocabulary]`` log-probs of one path; None where this model has no such way."""
+        """``[position, vocabulary]`` logits of one path; None where this model has no such way."""
         path = self.paths[number]
         if way.before is not None or way.further is not None:
             return None
         try:
-            return log_probs(self.adapter, path.ids, len(path.prompt), way)
+            return logits_of(self.adapter, path.ids, len(path.prompt), way)
         except (InputError, UnsupportedError):
             return None

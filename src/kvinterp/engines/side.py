@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,8 +35,8 @@ from kvinterp.engines.numbers import (
 )
 from kvinterp.engines.ours import TRUTH, Ours, Row
 from kvinterp.engines.prefixes import nearest_edit
-from kvinterp.engines.ways import RUNGS, WEIGHTS, Way, again, both, causes, nulls
-from kvinterp.engines.where import Null, falls_along, place
+from kvinterp.engines.ways import RUNGS, WEIGHTS, Way, again, both, causes, halves, nulls
+from kvinterp.engines.where import Null, Where, acting, falls_along, place
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter
 from kvinterp.recording.engine_path import ROUNDED, EnginePath, positive
@@ -48,6 +49,11 @@ EDITED = 3e12
 """The most products of a weight and a token that prompts with a token more or less take."""
 LOGITS = 2**25
 """The most logits of them, whatever the vocabulary."""
+
+
+def _kind(name: str) -> str:
+    """The name of a cause without its sizes."""
+    return re.sub(r"\d+(\.\d+)?", "", name)
 
 
 @dataclasses.dataclass
@@ -66,6 +72,7 @@ class Side:
         self.table: dict[str, Any] = {"declared": self.declared or "not given", "rungs": [], "tried": []}
         self.begins: int | None = None
         self.where = ""
+        self.placed: Where | None = None
         self.prefixed = self.unseen = False
         self.count = 0
         self.limits: dict[str, dict[str, float] | None] = {}
@@ -293,8 +300,7 @@ class Side:
         noise = self._distance(own, self.truth)
         null = Null(noise, limits["spread"], limits["null_max"] * float(noise.max()))
         where = place(self.tokens, [len(path.prompt) for path in self.paths], self.gap, null)
-        self.begins = where.first
-        self.where = where.said
+        self.placed, self.begins, self.where = where, where.first, where.said
         prompts = np.array([len(path.prompt) for path in self.paths])
         cuts = prompts[self.tokens.sequence]
         # Replies that are off from their beginning behind prompts that nothing is known of.
@@ -332,14 +338,20 @@ class Side:
                 more = {} if about is None else renormalised(self.ours.adapter, self.paths, self.sample, *about)
                 name, left = self._remaining(more, {})
             if step == "substitution":
-                self.tried = f"none of {self.count} causes of ours reproduces it held out"
                 best = self._nearest(rows)
+                if not name:
+                    half = {way.name: way for way in self._halves(rows, ways)}
+                    ways, more = ways | half, self._computed([*half.values()])
+                    name, left = self._remaining(more, ways)
+                    every |= more
+                self.tried = f"none of {self.count} causes of ours reproduces it held out"
                 if not name and best and (sized := self._best_size(ways[best])) is not None:
                     ways[sized.name] = sized
                     row = self._row(sized, self.sample)
                     name, left = self._remaining({} if row is None else {sized.name: row}, ways)
                     every |= {} if row is None else {sized.name: row}
             if name:
+                self._act(name, ways.get(name))
                 return self._named(step, name, ways[name].word if name in ways else "processed", left, n)
             none = f"as given; {', '.join(rows)} do not give it"
             if step == "substitution":
@@ -350,6 +362,36 @@ class Side:
                 none = self.tried
             self._say(step, "cannot tell" if step == "substitution" else "passed", f"{none} ({n}).")
         return None
+
+    def _act(self, name: str, way: Way | None) -> None:
+        """Says anew which tokens are off, now that the cause is known: it may be too small elsewhere to show without it."""
+        if self.placed is None:
+            return
+        fine = np.isin(self.tokens.sequence, [n for n, row in enumerate(self.placed.rows) if row["off"] == "no"])
+        more = bool(fine.any()) and self._also(name, way, self.tokens.at(fine))
+        # In float64, where nothing but the cause moves a log-prob. What is done to logits is done to all of them.
+        exact = None if way is None else self._row(dataclasses.replace(way, dtype="float64"), self.tokens)
+        effect = np.ones(len(self.tokens.engine)) if exact is None else np.abs(exact - self.truth)
+        where = acting(self.tokens, [len(path.prompt) for path in self.paths], self.placed, effect, more)
+        if where.said != self.where:
+            detail = f"with {name} known: {where.said} ({where.off.sum():,} of {len(self.gap):,} tokens)."
+            self._say("which tokens", "failed", detail)
+            self.placed, self.begins, self.where = where, where.first, where.said
+            self.table["where"] |= {"said": where.said, "tokens": int(where.off.sum())}
+
+    def _also(self, name: str, way: Way | None, tokens: Tokens) -> bool:
+        """Whether a cause gives what the side gave at other tokens, too, surely more than our float64 does."""
+        tokens = tokens.some(TRIED)
+        truth = self._row(TRUTH, tokens)
+        if way is not None:
+            row = self._row(way, tokens)
+        else:
+            sample, self.sample, own = self.sample, tokens, self.sample_truth
+            self.sample_truth = own if truth is None else truth
+            # The same kind, of the size that is nearest there.
+            rows = {_kind(each): row for each, row in self._processed(False).items()}
+            self.sample, self.sample_truth, row = sample, own, rows.get(_kind(name))
+        return row is not None and truth is not None and nearer(tokens.engine, row, truth, tokens.held_out)
 
     def _named(self, step: str, name: str, word: str, left: float, n: str) -> tuple[str, str]:
         """Says a cause that was accepted, with the distance before and after; returns its word and the sentence."""
@@ -470,7 +512,7 @@ class Side:
         return "", share
 
     def _logits(self, way: Way, tokens: Tokens) -> tuple[torch.Tensor, np.ndarray] | None:
-        """Returns ``[token, vocabulary]`` log-probs of a way and ``[token]`` ids; None where this model has no such way."""
+        """Returns ``[token, vocabulary]`` logits of a way and ``[token]`` ids; None where this model has no such way."""
         logits, ids = [], []
         for number in np.unique(tokens.sequence).tolist():
             path, at = self.paths[number], tokens.position[tokens.sequence == number]
@@ -530,6 +572,12 @@ class Side:
                 self._tried(way.name, gaps[way.name] / max(mean_gap(few.engine, truth, fit), TINY), int(fit.sum()))
         kept = sorted(gaps, key=gaps.__getitem__)[:SCREENED]
         return [way for way in ways if way.name in kept]
+
+    def _halves(self, rows: Mapping[str, Row], ways: Mapping[str, Way]) -> list[Way]:
+        """Returns the quantised caches of keys or of values alone, of those that are nearest as a whole."""
+        fit = {name: mean_gap(self.sample.engine, row, ~self.sample.held_out) for name, row in rows.items()}
+        near = sorted((name for name in fit if [*halves(ways[name])]), key=fit.__getitem__)[:PAIRED]
+        return [half for name in near for half in halves(ways[name])]
 
     def _best_size(self, way: Way) -> Way | None:
         """Returns a cause with the size that is nearest on the tokens that are not held out; None where it has no size."""

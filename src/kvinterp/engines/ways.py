@@ -166,6 +166,19 @@ def again(way: Way) -> Way:
     )
 
 
+def halves(way: Way) -> Iterator[Way]:
+    """A quantised cache of keys alone, and of values alone; none of another cause."""
+    before, plus, policy = way.path.partition("+") if way.path else ("", "", way.prefix)
+    if not policy or way.word != "policy":
+        return
+    for on, what in (("k", "keys"), ("v", "values")):
+        half = f"{policy.removesuffix(')')},on={on})" if policy.endswith(")") else f"{policy}(on={on})"
+        name = f"{way.name}, of {what} alone"
+        yield dataclasses.replace(
+            way, name=name, **({"path": f"{before}{plus}{half}"} if way.path else {"prefix": half})
+        )  # type: ignore[arg-type]
+
+
 def both(a: Way, b: Way) -> Way | None:
     """Two causes at once; None where both are of one kind, or are read at other tokens."""
     if any(getattr(a, name) != getattr(b, name) and _is_set(a, name) and _is_set(b, name) for name in _ONE):
@@ -473,10 +486,10 @@ def changed(model: nn.Module, prompt: int, way: Way) -> Iterator[bool]:
 
 
 @torch.no_grad()
-def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Tensor | None:
-    """``[position, vocabulary]``, in nats: row t is of the token behind position t. None: nothing to change.
+def logits_of(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Tensor | None:
+    """``[position, vocabulary]``: row t is of the token behind position t. None: nothing to change.
 
-    They are made of logits in float32, as engines make them, but where all is in float64.
+    They are given in float32, of which engines make log-probs, but in float64 where all is.
 
     Args:
         adapter: The model.
@@ -485,7 +498,7 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
         way: How it is computed.
     """
     if way.tiled:
-        first, rest = (log_probs(adapter, ids, prompt, dataclasses.replace(part, dtype=way.dtype)) for part in way.tiled)
+        first, rest = (logits_of(adapter, ids, prompt, dataclasses.replace(part, dtype=way.dtype)) for part in way.tiled)
         # Row t is of the token at t + 1, which a prompt of t + 1 rows was asked for.
         return None if first is None or rest is None else torch.cat([first[: TILE - 1], rest[TILE - 1 :]])
     model = adapter.at(dtype_named(way.dtype))
@@ -525,7 +538,7 @@ def log_probs(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
             logits = model.forward(torch.cat([tokens.new_tensor([[bos]]), tokens], 1))[:, 1:]
         else:
             logits = model.forward(tokens.repeat(2, 1) if way.fed == "twice" else tokens)
-    return logits[0].to(torch.float64 if way.dtype == "float64" else torch.float32).log_softmax(-1)
+    return logits[0].to(torch.float64 if way.dtype == "float64" else torch.float32)
 
 
 def _by_older(model: Adapter, older: Adapter, which: str, head: Tensor, rest: Tensor) -> Tensor:
@@ -540,12 +553,12 @@ def _by_older(model: Adapter, older: Adapter, which: str, head: Tensor, rest: Te
 def own_row(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> np.ndarray | None:
     """``[position]``, the log-prob of each id given those before it, NaN for the first; None where this model has no such way."""
     try:
-        rows = log_probs(adapter, ids, prompt, way)
+        rows = logits_of(adapter, ids, prompt, way)
     except (InputError, UnsupportedError):
         # This model cannot be run so: heads too narrow for a policy's blocks, say.
         return None
     if rows is None:
         return None
-    own = rows[:-1].gather(1, torch.tensor(list(ids[1:]), device=rows.device)[:, None])[:, 0].double().cpu().numpy()
+    own = rows[:-1].log_softmax(-1).gather(1, torch.tensor(list(ids[1:]), device=rows.device)[:, None])[:, 0].double().cpu().numpy()
     behind = np.pad(own, abs(way.shift) + 1, constant_values=np.nan)
     return behind[abs(way.shift) + way.shift :][: len(ids)]

@@ -14,7 +14,7 @@ import numpy as np
 import scipy
 
 from kvinterp.common.numbers import listed
-from kvinterp.engines.numbers import CHANCE, FEWEST, TINY, Tokens
+from kvinterp.engines.numbers import CHANCE, FEWEST, MOVED, TINY, Tokens
 
 NAMED = 4
 """The most sequences that are named; of more their count is said."""
@@ -32,12 +32,14 @@ class Where:
         said: A phrase, "sequences 2 and 5 of 6 are off, in prompt tokens alone".
         off: ``[token]``, whether each is one of them.
         first: The first position that is off, if there are positions before it that are not; None otherwise.
+        gap: ``[token]``, the distance in nats.
         rows: For each sequence its number from 1, its mean distance in nats, the null's limit of it, and whether it is off.
     """
 
     said: str
     off: np.ndarray
     first: int | None
+    gap: np.ndarray
     rows: list[dict[str, object]]
 
 
@@ -77,18 +79,61 @@ def place(tokens: Tokens, prompts: Sequence[int], gap: np.ndarray, null: Null) -
             {"sequence": number + 1, "mean": float(gap[at].mean()), "null": null.limit(at), "off": "yes" if off else "no"}
         )
         bad += [number] * off
-    alone = bool(bad)
-    within = np.isin(tokens.sequence, bad) if alone else np.ones(len(gap), bool)
+    bad, alone = _surely(bad, gap, null, tokens)
+    within = np.isin(tokens.sequence, bad) if bad else np.ones(len(gap), bool)
     cut = np.array(prompts)[tokens.sequence]
     where, mask = _part(tokens, cut, gap, null, within)
     first = int(tokens.position[mask].min()) if "from" in where or "positions" in where else None
     which, others = _sequences(bad, gap, tokens)
-    return Where(f"{which}{where}{others}", mask, first, rows)
+    return Where(f"{which}{alone}{where}{others}", mask, first, gap, rows)
+
+
+def _surely(bad: list[int], gap: np.ndarray, null: Null, tokens: Tokens) -> tuple[list[int], str]:
+    """All sequences, and how many are beyond their null alone, where these are not surely further off than the others."""
+    numbers, own = np.unique(tokens.sequence).tolist(), np.isin(tokens.sequence, bad)
+    if not 0 < len(bad) < len(numbers):
+        return bad, ""
+    level = (gap + TINY) / (null.noise + TINY)
+    if scipy.stats.mannwhitneyu(level[own], level[~own], alternative="greater").pvalue < CHANCE:
+        return bad, ""
+    return numbers, f" together, {len(bad)} of them beyond their null alone"
 
 
 def _beyond(at: np.ndarray, gap: np.ndarray, null: Null) -> bool:
     """Whether some tokens are further off than the null, on average or at one of them."""
     return bool(at.any()) and (float(gap[at].mean()) > null.limit(at) or float(gap[at].max()) > null.most)
+
+
+def acting(tokens: Tokens, prompts: Sequence[int], where: Where, effect: np.ndarray, more: bool) -> Where:
+    """Says the tokens anew that a cause acts on, once it is named: what is small elsewhere is the cause's too.
+
+    Args:
+        tokens: The judged tokens.
+        prompts: For each sequence the length of its prompt.
+        where: What was found before it was known.
+        effect: ``[token]``, how far the cause moves a log-prob; NaN where that is not known.
+        more: Whether it acts on the sequences that were within their null as well.
+    """
+    bad = [int(row["sequence"]) - 1 for row in where.rows if more or row["off"] == "yes"]  # type: ignore[call-overload]
+    within = np.isin(tokens.sequence, bad or np.unique(tokens.sequence))
+    cut, position = np.array(prompts)[tokens.sequence], tokens.position
+    acts = within & (np.nan_to_num(effect) > MOVED * np.nanmax(effect, initial=0.0))
+    if not acts.any():
+        return where
+    first = int(position[acts].min())
+    some = np.unique(tokens.sequence[within]).size > 1
+    phrases = {
+        ", in prompt tokens alone": position < cut,
+        f", from {'their' if some else 'its'} first generated token on": position >= cut,
+        f", from position {first} on": position >= first,
+    }
+    fitting = {said: within & mask for said, mask in phrases.items() if (mask | ~acts).all()}
+    said = min(fitting, key=lambda said: int(fitting[said].sum()))
+    mask = fitting[said]
+    if within.sum() - mask.sum() < FEW:
+        said, mask = "", within
+    which, others = _sequences(bad, where.gap, tokens)
+    return dataclasses.replace(where, said=f"{which}{said}{others}", off=mask, first=first if "position" in said else None)
 
 
 def _sequences(bad: Sequence[int], gap: np.ndarray, tokens: Tokens) -> tuple[str, str]:
@@ -152,7 +197,7 @@ def _candidates(
         yield f", at {name} positions alone", position % 2 == odd
     for size in BLOCKS:
         block = tokens.sequence * (2**32) + position // size
-        mask = _blocks(block, position % size >= size // 2, gap, null, within)
+        mask = _blocks(block, position, size, gap, null, within)
         if mask is not None:
             places = np.unique(position[mask] // size)
             if len(places) == 1:
@@ -211,13 +256,21 @@ def _first(at: np.ndarray, gap: np.ndarray, null: Null, within: np.ndarray) -> i
     return found
 
 
-def _blocks(block: np.ndarray, late: np.ndarray, gap: np.ndarray, null: Null, within: np.ndarray) -> np.ndarray | None:
+def _blocks(
+    block: np.ndarray, position: np.ndarray, size: int, gap: np.ndarray, null: Null, within: np.ndarray
+) -> np.ndarray | None:
     """``[token]``: the tokens of blocks that are off as wholes; None where one is off in a half of it alone, or none is."""
-    mask = np.zeros(len(gap), bool)
+    mask, late = np.zeros(len(gap), bool), position % size >= size // 2
     for number in np.unique(block[within & (gap > null.most)]):
         at = within & (block == number)
         if not all(_beyond(half, gap, null) for half in (at & late, at & ~late) if half.any()):
             return None
         mask |= at
     # Where most blocks are off, those between are tokens that were certain anyway, and say nothing of blocks.
-    return mask if 0 < mask.sum() <= within.sum() / 2 else None
+    if not 0 < mask.sum() <= within.sum() / 2:
+        return None
+    # What begins at a position and stays, or ends at one, is no matter of blocks: most of what lies between has to be right.
+    places = position[mask]
+    hull = within & (position >= places.min()) & (position <= places.max())
+    alone = len(np.unique(places // size)) == 1
+    return mask if alone or mask.sum() <= hull.sum() / 2 else None
