@@ -174,9 +174,7 @@ def halves(way: Way) -> Iterator[Way]:
     for on, what in (("k", "keys"), ("v", "values")):
         half = f"{policy.removesuffix(')')},on={on})" if policy.endswith(")") else f"{policy}(on={on})"
         name = f"{way.name}, of {what} alone"
-        yield dataclasses.replace(
-            way, name=name, **({"path": f"{before}{plus}{half}"} if way.path else {"prefix": half})
-        )  # type: ignore[arg-type]
+        yield dataclasses.replace(way, name=name, **({"path": f"{before}{plus}{half}"} if way.path else {"prefix": half}))  # type: ignore[arg-type]
 
 
 def both(a: Way, b: Way) -> Way | None:
@@ -559,6 +557,7 @@ def own_row(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> np.n
         return None
     if rows is None:
         return None
-    own = rows[:-1].log_softmax(-1).gather(1, torch.tensor(list(ids[1:]), device=rows.device)[:, None])[:, 0].double().cpu().numpy()
+    index = torch.tensor(list(ids[1:]), device=rows.device)[:, None]
+    own = rows[:-1].log_softmax(-1).gather(1, index)[:, 0].double().cpu().numpy()
     behind = np.pad(own, abs(way.shift) + 1, constant_values=np.nan)
     return behind[abs(way.shift) + way.shift :][: len(ids)]
