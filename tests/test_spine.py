@@ -131,7 +131,7 @@ def test_a_strategy_is_read_back_from_its_text(strategy):
             lambda: kv.path_named("recompute[dtype=float32]"),
             "a dtype stands behind the brackets, as in 'recompute@float32'",
         ),
-        (lambda: kv.path_named("cached[policy=nonsense]"), "is unknown: expected call=PROGRAM, chunk=N"),
+        (lambda: kv.path_named("cached[policy=nonsense]"), "is unknown: expected chunk=N"),
         (lambda: kv.path_named("cached[chunk=²]"), "expected a whole number of at least 1, in tokens"),
         (lambda: strategy_named(None), "strategy=None was given"),
     ],

@@ -93,13 +93,7 @@ for module in pkgutil.walk_packages(kv.__path__, "kvinterp."):
         importlib.import_module(module.name)
 found = kv.compare(kv.load_model("zoo:gqa2-mini", dtype="float32"), "2 + 2 =", b="recompute@float64", max_new_tokens=2, progress="none")
 assert len(found.steps)
-gone = []
-for ask in (lambda: kv.Cached(call="padded(left,5)"), lambda: kv.audit):
-    try:
-        ask()
-    except (kv.InputError, AttributeError) as error:
-        gone.append(type(error).__name__)
-print(*gone)
+print(*["no audit"] * (not hasattr(kv, "audit")), sep="")
 """
 
 
@@ -109,8 +103,7 @@ def test_without_a_wing_the_rest_goes_on(wing: str, tmp_path: Path) -> None:
     left = {*_asked(folder, HELP).split()}
     assert left >= STAYS
     assert not left & GOES[wing]
-    said = _asked(folder, RUNS).split()
-    assert said == (["InputError", "AttributeError"] if wing == "auditing" else [])
+    assert _asked(folder, RUNS).strip() == ("no audit" if wing == "auditing" else "")
 
 
 @pytest.mark.slow

@@ -99,8 +99,6 @@ def model():
 
 VERBS = {
     "run": lambda model: kv.run(model, IDS, "cached", **SHORT),
-    "run, beams": lambda model: kv.run(model, IDS, "cached[call=beams(2)]", **SHORT),
-    "run, assisted": lambda model: kv.run(model, IDS, "cached[call=assisted(2)]", **SHORT),
     "compare": lambda model: kv.compare(model, [IDS], **QUIET),
     "compare, float64": lambda model: kv.compare(model, [IDS], "cached@float64", "recompute@float64", **QUIET),
     "sweep": lambda model: kv.sweep(model, [IDS], "resid_post", controls="none", **QUIET),

@@ -21,6 +21,7 @@ from kvinterp.auditing.judging import RungJudge, account
 from kvinterp.auditing.ladder import SLACK, Plan, PrecisionRun, band, dtype_name, prefix_plan, unit_roundoff
 from kvinterp.auditing.measure import climb
 from kvinterp.auditing.own_code import behind, decoded, decoded_far, subject_of, texts_of
+from kvinterp.auditing.own_dtype import distance_of, distances_of
 from kvinterp.auditing.programs.function_subject import FunctionSubject
 from kvinterp.auditing.programs.program import Program
 from kvinterp.auditing.programs.running import RIGHT, WRONG
@@ -142,8 +143,9 @@ def audit(
             ``"thorough"`` (five times as many) or ``"none"``.
         reach: ``"yes"`` also decodes over every edge that the config names (window, RoPE switch, context end), however far;
             ``"no"`` lists those that cost too much as not run.
-        calls: Programs to run besides, with commas between, such as ``"rows(0+4)+feed(9)+feed(3,1)"``, or plans that are names
-            for one, such as ``"padded(left,5),batched(8)"``; or ``"all"`` plans.
+        calls: Programs to run besides, with commas between, such as ``"rows(0+4)+feed(9)+feed(3,1)"``, or names for one, such
+            as ``"padded(left,5),batched(8)"``; or ``"all"`` names. Of each is said too how far it moves logits in the model's own
+            dtype, beside two recomputations in it (``distances``).
         programs: How many programs of the cache are run: some that try each use once, then drawn ones (``seed``).
         seconds: Processor seconds that they take at most.
         full: In the place of a model anybody's own code: token ids ``[row, position]`` to logits ``[row, position,
@@ -238,6 +240,7 @@ def audit(
             return [] if checks == "none" else uses_of(adapter, count * more, most * more, seed, extra, reach, tell)
 
         evidence = _Auditor(adapter, plan, dtypes, exercised, tell).run()
+        evidence.distances = distances_of(adapter, extra)
         evidence.about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
         if evidence.prompt is not None:
             evidence.about["prompt_differs"] = dataclasses.asdict(evidence.prompt)
@@ -310,7 +313,16 @@ def _audit_functions(subject: Subject, arguments: Mapping[str, Any], *read: str)
     about["dtype"] = dtype_name(subject.alone(subject.tokens[:1]).dtype)
     allow = allowed(arguments["allow"])
     verdict = of_functions(
-        Evidence(subject.name, "", 0, checks=checks, allow=allow, notes=notes, about=about),
+        Evidence(
+            subject.name,
+            "",
+            0,
+            checks=checks,
+            distances=[distance_of(subject, program) for program in asked],
+            allow=allow,
+            notes=notes,
+            about=about,
+        ),
         searched.worst,
         subject.against,
     )
@@ -342,6 +354,7 @@ def _audit_cache(adapter: Adapter, asked: CacheAsked, arguments: Mapping[str, An
         # What cannot be made on this model or machine is said before anything runs.
         adapter.own_cache(asked.kind, 1, 1, adapter.dtype)
         found = uses_of(adapter, count * more, most * more, seed, given, arguments["reach"], tell, asked)
+        figures = distances_of(adapter, given, asked.kind, asked.declared)
         dropped = dropped_by(adapter, asked)
     if dropped is not None and dropped.position != dropped.fed:
         # Whatever a cache may drop, a token stands where it stands.
@@ -350,7 +363,8 @@ def _audit_cache(adapter: Adapter, asked: CacheAsked, arguments: Mapping[str, An
         notes.append(f"{asked.kind} drops rows, and {dropped.said}")
     facts, own = adapter.facts, dtype_name(adapter.dtype)
     evidence = Evidence(
-        f"{asked.kind} on {facts.name} ({adapter.kind}, {own})", own, 0, checks=found, allow=allowed(arguments["allow"]),
+        f"{asked.kind} on {facts.name} ({adapter.kind}, {own})", own, 0, checks=found, distances=figures,
+        allow=allowed(arguments["allow"]),
         notes=[*notes, *asked.notes], about=provenance(adapter, cache=str(asked.kind)),
     )  # fmt: skip
     worst = max((check.error or 0.0 for check in found if check.status == RIGHT), default=0.0)

@@ -13,6 +13,7 @@ from kvinterp.auditing.checks import BEYOND, NOT_RUN, NUMBERS, UNCLEAR, Check
 from kvinterp.auditing.first_difference import Place
 from kvinterp.auditing.judging import ROOM, Account, Judged
 from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
+from kvinterp.auditing.own_dtype import Distance
 from kvinterp.auditing.programs.reach import Reach
 from kvinterp.auditing.programs.running import PLAIN, REFUSED, RIGHT, WRONG
 from kvinterp.auditing.values import narrower
@@ -63,6 +64,7 @@ class Evidence:
         judged: The blocks that differed, each with what takes the difference away, by rung.
         accounts: Whether the parts account for the whole, by rung.
         checks: What else was exercised.
+        distances: How far the programs that were asked for move logits in the model's own dtype.
         grid_module: The module from which on everything lies on a 16-bit grid, if the logits do.
         refused: The rungs that torch cannot run this model in, and why.
         exercised: The lengths and positions that were run, in a sentence.
@@ -82,6 +84,7 @@ class Evidence:
     judged: dict[str, list[Judged]] = dataclasses.field(default_factory=dict)
     accounts: dict[str, Account] = dataclasses.field(default_factory=dict)
     checks: list[Check] = dataclasses.field(default_factory=list)
+    distances: list[Distance] = dataclasses.field(default_factory=list)
     grid_module: str = ""
     refused: dict[str, str] = dataclasses.field(default_factory=dict)
     exercised: str = ""
@@ -145,10 +148,23 @@ class Evidence:
         reach = functools.reduce(Reach.beside, (check.reach for check in self.checks), Reach())
         uses += f", {reach}" if str(reach) else ""
         first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {self.who}, {uses}"
-        shown = [first, *self._symptoms(), *lines, *_exercised(self), *(f"note: {note}" for note in self.notes)]
+        figures = [distance.said for distance in self.distances]
+        shown = [first, *self._symptoms(), *lines, *figures, *_exercised(self), *(f"note: {note}" for note in self.notes)]
         checks, notes, seconds = tuple(self.checks), tuple(self.notes), tuple(self.seconds)
         evidence, text = self._evidence(), "\n".join(shown)
-        return Verdict(word, *place, evidence, checks, notes, text, allowed, self.about, seconds, reach=reach)
+        return Verdict(
+            word,
+            *place,
+            evidence,
+            checks,
+            notes,
+            text,
+            allowed,
+            self.about,
+            seconds,
+            reach=reach,
+            distances=tuple(self.distances),
+        )
 
     def _symptoms(self) -> list[str]:
         """What was asked for and is off without a cache too: whoever asked has a wrong answer, whatever the cache does."""

@@ -16,7 +16,7 @@ from kvinterp.auditing.checks import BEYOND, NOT_RUN, NUMBERS, UNCLEAR, Check
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.auditing.programs.crashes import CRASHES, OURS, whose
 from kvinterp.auditing.programs.model_subject import ModelSubject
-from kvinterp.auditing.programs.names import call_named, program_named
+from kvinterp.auditing.programs.names import program_for, program_named
 from kvinterp.auditing.programs.operations.crop import croppable
 from kvinterp.auditing.programs.pasted import pasted
 from kvinterp.auditing.programs.place import placed
@@ -74,7 +74,7 @@ def uses_of(
         A check a use, those that are wrong first.
     """
     make = ModelSubject if asked is None else asked.subject
-    with _as_it_was(adapter), torch.no_grad():
+    with as_it_was(adapter), torch.no_grad():
         try:
             subject, why = _subject(adapter, make)
         except OwnError:
@@ -219,7 +219,7 @@ class CacheAsked:
         cache = subject.fresh()
         named = {
             "crop and go on": (croppable(cache), "it does not offer to take positions back, so that none was"),
-            **{name: (offers(cache, name), f"it offers no {name}, so that no row was moved by it") for name in MOVES[:3]},
+            **{name: (offers(cache, name), f"it offers no {name}, so that no row was moved by it") for name in MOVES},
         }
         known = {check.name for check in checks}
         missing = [(name, why) for name, (offered, why) in named.items() if not offered and name not in known]
@@ -520,11 +520,11 @@ def programs_named(calls: str) -> list[Program]:
         InputError: One is neither.
     """
     texts = spec.split(ALL if calls == "all" else calls, ",")
-    return [call_named(text).program(LENGTH, STEPS, ("mask", "rows", "join")) for text in texts]  # type: ignore[union-attr]
+    return [program_for(text, LENGTH, STEPS) for text in texts]
 
 
 @contextlib.contextmanager
-def _as_it_was(adapter: Adapter) -> Iterator[None]:
+def as_it_was(adapter: Adapter) -> Iterator[None]:
     """Restores what running a model can change: its mode, its attributes, the random state, what libraries say."""
     devices = [adapter.device] if adapter.device.type == "cuda" else []
     with torch.random.fork_rng(devices), warnings.catch_warnings(), quiet_transformers(), evaluating(adapter):

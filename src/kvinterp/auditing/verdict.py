@@ -14,6 +14,7 @@ import pandas as pd
 from kvinterp.auditing.checks import Check
 from kvinterp.auditing.folder import GIVEN, VERDICT, tables_of
 from kvinterp.auditing.ladder import Plan, PrecisionRun
+from kvinterp.auditing.own_dtype import Distance
 from kvinterp.auditing.programs.reach import Reach
 from kvinterp.common.checks import check_known, given_list
 from kvinterp.common.files import is_file, read_json, strict_json
@@ -62,6 +63,7 @@ class Verdict(Result):
         given: Of another engine's log-probs the distances, what was tried, and the statistics of reinforcement learning.
         reach: How far the programs went that were right: positions of a text (of the model's context), rows, columns taken back,
             columns of a forward on a filled cache, turns.
+        distances: How far the programs that were asked for move logits in the model's own dtype, beside two recomputations in it.
         tokens: Of another engine's log-probs every token: ``sequence``, ``position``, ``part`` (prompt or tokens), ``token``,
             ``text``, and in nats ``engine``, ``ours`` (float64) and ``difference`` (engine less ours); None where none were read.
     """
@@ -82,6 +84,7 @@ class Verdict(Result):
     seconds: tuple[Mapping[str, Any], ...] = ()
     given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reach: Reach = dataclasses.field(default_factory=Reach)
+    distances: tuple[Distance, ...] = ()
     tokens: pd.DataFrame | None = dataclasses.field(default=None, compare=False)
 
     def __repr__(self) -> str:
@@ -124,6 +127,7 @@ class Verdict(Result):
             del fields["exit_code"]
             checks = tuple(Check(**{**check, "reach": Reach(**check.get("reach", {}))}) for check in fields.pop("checks"))
             fields["reach"] = Reach(**fields.get("reach", {}))
+            fields["distances"] = tuple(Distance(**row) for row in fields.get("distances", ()))
             rows = {name: tuple(fields.get(name, ())) for name in ("notes", "seconds")}
             loaded = cls(**{**fields, **rows}, checks=checks, tokens=tokens)
             if loaded.verdict not in VERDICTS or not isinstance(loaded.provenance, dict):

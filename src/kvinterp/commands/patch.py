@@ -120,7 +120,7 @@ class Patch(OfModel):
         site, _ = site_of(self.site)
         check_patch_site(site)
         Moved(site, steps=_steps(self.steps))
-        two_paths(self.a, self.b, "a sweep", calls=True)
+        two_paths(self.a, self.b, "a sweep")
 
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""

@@ -11,7 +11,6 @@ PATHS = {
     "recompute": "the whole prefix at every step",
     "cached+q8_0": "with a policy on K and V, or several: see kvinterp list policies",
     "recompute@float64": "the model in another dtype",
-    "cached[call=padded(left,5)]": "how the tokens reach the model: see kvinterp list calls",
     "cached[chunk=16]": "the prompt in chunks of so many tokens",
     "cached[cache=static]": "another kind of cache",
     "cached[cache_dtype=float32]": "K and V kept in another dtype",

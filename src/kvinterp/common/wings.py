@@ -8,7 +8,6 @@ it adds; pyproject.toml has the groups.
 ``kvinterp.commands``   modules, or packages of modules, with an :class:`Experiment` each: a command
 ``kvinterp.studies``    the same: a command under ``kvinterp study``
 ``kvinterp.names``      what ``kvinterp`` itself offers besides, as in ``kv.audit``
-``kvinterp.lanes``      what drives a path another way, by the option of the path that asks for it (``call``)
 ``kvinterp.workers``    where cells of work are done, by its name in ``--engine``
 ``kvinterp.judges``     what judges a model beside what was computed elsewhere
 ``kvinterp.folders``    classes that read a folder, by the file that tells that it is theirs
@@ -37,7 +36,7 @@ def taken(group: str, name: str, what: str) -> Any:
     Args:
         group: The last word of the group.
         name: The name there.
-        what: What was asked for, for the error, such as ``"a path with call="``.
+        what: What was asked for, for the error, such as ``"a judgement against another engine"``.
 
     Raises:
         InputError: No package hands it in.

@@ -339,19 +339,14 @@ class _Pair:
         return [*map(comparison_of, range(len(prompts)))]
 
     def _provenance_of(self, runners: Sequence[Any]) -> dict[str, Any]:
-        """The provenance of one batch: the pair's, with its caches and what the programs counted while they ran."""
+        """The provenance of one batch: the pair's, with its caches."""
         sides = dict(zip("ab", zip(self.paths, runners, strict=True), strict=True))
         about = {**self.provenance, "caches": {side: runner.cache for side, (_, runner) in sides.items()}}
         if self.compressed:
             about["compressed"] = self.compressed
         if self.prompt_differs is not None:
             about["prompt_differs"] = dataclasses.asdict(self.prompt_differs) | {"said": self.prompt_differs.said}
-        witnesses = {
-            side: {name: [n, n] for name, n in runner.witnessed().items()}
-            for side, (path, runner) in sides.items()
-            if path.call is not None
-        }
-        return {**about, "witness": witnesses} if witnesses else about
+        return about
 
 
 class _NewestRows(SiteHook):

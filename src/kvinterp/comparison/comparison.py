@@ -212,7 +212,7 @@ class Comparison(Result):
             abouts.append(part.provenance)
             prompts += part.prompts
             origins.append(part.origin)
-            first, of_one_part = abouts[0], ("caches", "witness", "prompt_differs", "null", "compressed")
+            first, of_one_part = abouts[0], ("caches", "prompt_differs", "null", "compressed")
             unlike = sorted(key for key in first if key not in of_one_part and part.provenance.get(key) != first[key])
             if unlike:
                 raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
@@ -228,7 +228,7 @@ class Comparison(Result):
         # This table has the same limit however many prompts there are.
         tables["attention_rows"] = within(tables["attention_rows"], tables["steps"])
         differs = [about["prompt_differs"] for about in abouts if "prompt_differs" in about]
-        about = {**abouts[0], **_joined_caches(abouts), **_joined_witnesses(abouts)}
+        about = {**abouts[0], **_joined_caches(abouts)}
         if differs:
             about["prompt_differs"] = differs[0]
         if nulls := [about["null"] for about in abouts if "null" in about]:
@@ -259,18 +259,6 @@ def _joined_caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]
     """The caches that each side used: some shapes may have a preallocated one and others not."""
     caches = [about["caches"] for about in abouts if "caches" in about]
     return {"caches": {side: "; ".join(sorted({cache[side] for cache in caches})) for side in "ab"}} if caches else {}
-
-
-def _joined_witnesses(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, list[int]]]]:
-    """The least and the most that the programs of each side counted for any prompt."""
-    joined: dict[str, dict[str, list[int]]] = {}
-    for about in abouts:
-        for side, counts in about.get("witness", {}).items():
-            ranges = joined.setdefault(side, {})
-            for name, (least, most) in counts.items():
-                low, high = ranges.get(name, (least, most))
-                ranges[name] = [min(low, least), max(high, most)]
-    return {"witness": joined} if joined else {}
 
 
 def _number(value: float) -> float | None:

@@ -262,27 +262,6 @@ def headline_of(comparison: Comparison) -> list[str]:
     ]
 
 
-def _calls(about: Mapping[str, Any]) -> Iterator[str]:
-    """What the programs of paths on other caches than the model's own did with rows and positions: a line a path."""
-    for side, counts in about.get("witness", {}).items():
-        most = {name: many for name, (_, many) in counts.items()}
-        if ("[call=" not in (path := about["paths"][side]) and ",call=" not in path) or "cache=" not in path:
-            continue
-        cache = about["caches"][side].rpartition("; ")[2]
-        done = [
-            f"{number(count)} rows were moved, all by {name.rpartition(' ')[2]} of a {cache} and no row by kvinterp"
-            for name, count in most.items()
-            if name.startswith("rows moved by")
-        ]
-        done += [f"{number(most[name])} {name}" for name in ("rows joined", "positions taken back") if name in most]
-        done += [
-            f"{name}, since a {cache} offers no way to" for name in ("no row was moved", "no row joined") if name in most
-        ]
-        done += ["what it stands for was not exercised"] * ("not exercised" in most)
-        if done:
-            yield f"{path}: {'; '.join(done)}."
-
-
 OWN_GENERATE = (
     "TransformerLens's own generate() feeds its cache in a loop of its own, which no path here is: kvinterp audit tries it."
 )
@@ -295,7 +274,7 @@ def where(comparison: Comparison) -> list[str]:
     sentences = ["no prompt could be compared."] if comparison.steps.empty else headline_of(comparison)
     machine = f"; {machine_of(about)}" if "device" in about else ""
     head = f"{against(about)} on {about['model']} ({setting}{machine}): {' '.join(sentences)}"
-    hint = [*_calls(about), *[OWN_GENERATE] * (about["kind"] in ("hooked", "bridge"))]
+    hint = [OWN_GENERATE] * (about["kind"] in ("hooked", "bridge"))
     dropped = [f"{about['paths'][side]} drops rows, and {said}." for side, said in about.get("compressed", {}).items()]
     dropped += [said["said"] for said in [about.get("two_models")] if said]
     dropped += about.get("matches", [])

@@ -217,11 +217,6 @@ class Adapter(Attaching):
         return False
 
     @property
-    def takes_mask(self) -> bool:
-        """Whether the model's forward accepts a mask of the positions that hold no token."""
-        return False
-
-    @property
     def takes_static(self) -> bool:
         """Whether the library's ``generate()`` can run the model with a cache of a fixed size."""
         return False
@@ -240,7 +235,7 @@ class Adapter(Attaching):
         Args:
             tokens: The new tokens.
             store: The keys and values of the tokens that were fed before.
-            mask: For all positions so far, 0 where there is no token; only where :attr:`takes_mask`.
+            mask: For all positions so far, 0 where there is no token; only where the model takes a mask.
             positions: The position numbers of the new tokens, which do not count masked positions; given with a mask.
         """
         if store is not None and not store.keeps and self.shows_attention:

@@ -153,36 +153,12 @@ class OwnCache:
             UnsupportedError: Rows cannot be removed from it.
         """
 
-    moves: frozenset[str] = frozenset()
-    """The methods that it has of :data:`MOVES`, by which its sequences are reordered, left out and appended."""
-
-    left: str = ""
-    """What the last :meth:`crop` left that it should not have, as the library's layers say, in a few words."""
-
-    def will_crop(self) -> None:
-        """Prepares an empty cache for :meth:`crop`."""
-
-    def crop(self, length: int) -> None:
-        """Removes all positions from ``length`` on.
-
-        Raises:
-            UnsupportedError: It cannot.
-        """
-        name = self.name or "cache of this kind"
-        raise UnsupportedError(f"a {name} cannot take positions back: leave the call out of the path.")
-
-    def select(self, method: str, asked: Tensor | int) -> None:
-        """Goes on as other sequences by the library's method, such as ``reorder_cache``, where it is one of :attr:`moves`."""
-
-    def join(self, other: OwnCache) -> None:
-        """Appends the sequences of another cache with as many positions, where :attr:`moves` has ``join``."""
-
     def take(self, layer: int, rows: Int[Tensor, "batch kv_head kept"]) -> None:
         """Removes all rows of a layer but these, numbered among the rows that are left."""
 
 
-MOVES = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave", "join")
-"""What moves the sequences of a cache: methods of transformers' caches, and ours that appends those of another cache."""
+MOVES = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave")
+"""The methods of transformers' caches that move their sequences."""
 
 
 def offers(cache: Any, method: str) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KeysValuesRead, KVStore, ModelInfo
-from kvinterp.models.caches import MOVES, CacheKind, OwnCache, add_reader, check_plain
+from kvinterp.models.caches import CacheKind, OwnCache, add_reader, check_plain
 from kvinterp.models.hook_names import hook_name
 from kvinterp.models.hooks import Tap, routing_tap, wrapping_methods
 from kvinterp.models.native import copied
@@ -87,27 +87,6 @@ class _OwnCache(OwnCache):
     def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """The entry's own tensors."""
         return _transpose((self.model_cache[layer].past_keys, self.model_cache[layer].past_values))
-
-    moves = frozenset(MOVES)
-
-    def crop(self, length: int) -> None:
-        """Keeps the first positions of every entry."""
-        for entry in self.model_cache.entries:
-            entry.past_keys, entry.past_values = entry.past_keys[:, :length], entry.past_values[:, :length]
-
-    def select(self, method: str, asked: Tensor | int) -> None:
-        """Keeps the sequences of every entry that transformers' method of this name would go on as."""
-        for entry in self.model_cache.entries:
-            for name in ("past_keys", "past_values"):
-                held = getattr(entry, name)
-                kept = held.repeat_interleave(asked, 0) if isinstance(asked, int) else held[asked.to(held.device)]
-                setattr(entry, name, kept)
-
-    def join(self, other: OwnCache) -> None:
-        """Appends the sequences of the other cache to those of this one."""
-        for entry, added in zip(self.model_cache.entries, other.model_cache.entries, strict=True):
-            entry.past_keys = torch.cat([entry.past_keys, added.past_keys])
-            entry.past_values = torch.cat([entry.past_values, added.past_values])
 
     def let_go(self, kind: str) -> None:
         """Raises UnsupportedError: keys are kept before RoPE, and rotated at every step by the number of their row."""

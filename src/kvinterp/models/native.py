@@ -241,11 +241,6 @@ class NativeAdapter(OnTransformersCache):
         return self.config.num_hidden_layers > self.facts.layers and self.memory.runs > 1
 
     @property
-    def takes_mask(self) -> bool:
-        """Whether the model's own forward takes a mask and all its layers attend."""
-        return self.attention_only and "attention_mask" in self.takes
-
-    @property
     def takes_static(self) -> bool:
         """Whether the model says that it runs on a StaticCache."""
         return bool(getattr(self.model, "_can_compile_fullgraph", False))

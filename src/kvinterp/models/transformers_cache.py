@@ -26,10 +26,10 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
-from kvinterp.errors import InputError, UnsupportedError, named, out_of_memory
+from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KVStore
 from kvinterp.models.cached_rows import NOT_READ
-from kvinterp.models.caches import MOVES, KeysValues, OwnCache, add_reader, gather_rows, offers
+from kvinterp.models.caches import KeysValues, OwnCache, add_reader, gather_rows
 from kvinterp.models.hooks import hooks_suspended
 
 # Until transformers 5.20 every quantised layer was a QuantizedLayer.
@@ -234,52 +234,6 @@ class TransformersCache(OwnCache):
     def _plain(self) -> bool:
         """Whether it is a DynamicCache of plain layers."""
         return type(self.model_cache) is DynamicCache and is_attention_only(self.model_cache)
-
-    @property
-    def moves(self) -> frozenset[str]:  # type: ignore[override]
-        """Those that transformers or its own class offers; rows join where every layer is transformers' own and plain."""
-        asked = {method for method in MOVES if offers(self.model_cache, method)}
-        return frozenset(asked | ({"join"} if self._plain else set()))
-
-    def will_crop(self) -> None:
-        """Switches on the recording that transformers' assisted decoding switches on; older releases have none."""
-        getattr(self.model_cache, "activate_past_recording", lambda: None)()
-
-    def crop(self, length: int) -> None:
-        """Runs transformers' own ``crop``."""
-        try:
-            # Every release reads a negative number as how many positions to remove.
-            self.model_cache.crop(length - int(self.model_cache.get_seq_length()))
-        # A cache may be anybody's.
-        except Exception as error:
-            if out_of_memory(error):
-                raise
-            raise UnsupportedError(
-                f"a {self.name} of this model cannot take positions back ({named(error)}): leave the call out of the path."
-            ) from error
-        counts = {layer: int(self.model_cache.get_seq_length(layer)) for layer in range(len(self.model_cache.layers))}
-        off = [f"layer {layer} says that it holds {count}" for layer, count in counts.items() if count not in (length, 0)]
-        self.left = f"crop to {length} positions, after which {off[0]}" if off else ""
-
-    def select(self, method: str, asked: Tensor | int) -> None:
-        """Runs a method of transformers', such as ``reorder_cache``.
-
-        Raises:
-            UnsupportedError: It raises.
-        """
-        try:
-            getattr(self.model_cache, method)(asked)
-        except Exception as error:
-            if out_of_memory(error):
-                raise
-            raise UnsupportedError(
-                f"{method} of a {self.name} raises {named(error)}, so that no row was moved: leave the call out of the path."
-            ) from error
-
-    def join(self, other: OwnCache) -> None:
-        """Appends the sequences of the other cache to those of this one."""
-        for part, added in zip(self.model_cache.layers, other.model_cache.layers, strict=True):
-            part.keys, part.values = torch.cat([part.keys, added.keys]), torch.cat([part.values, added.values])
 
     def take(self, layer: int, rows: Tensor) -> None:
         """Keeps these rows of a layer, in new memory."""

@@ -30,23 +30,18 @@ from kvinterp.recording import PathHook, SiteHook
 
 
 def two_paths(
-    cached: str | ExecutionPath, recompute: str | ExecutionPath, what: str, dtype: str | None = None, calls: bool = False
+    cached: str | ExecutionPath, recompute: str | ExecutionPath, what: str, dtype: str | None = None
 ) -> tuple[ExecutionPath, ExecutionPath]:
-    """Returns both paths by name, checked, in ``dtype`` if it is given; with ``calls`` the cached one may have a program.
+    """Returns both paths by name, checked, in ``dtype`` if it is given.
 
     Raises:
-        InputError: The first is no cached path, the second no unchunked recompute path, or one has a program.
+        InputError: The first is no cached path, or the second no unchunked recompute path.
     """
     paths = path_named(cached), path_named(recompute)
     if paths[0].form != "cached" or paths[1].form != "recompute" or paths[1].chunk is not None:
         raise InputError(
             f"{what} needs a cached and an unchunked recompute path, in this order, and {paths[0]} and {paths[1]} were given: "
             "give such, as in cached+int8 and recompute."
-        )
-    with_plan = next((path for path in paths[calls:] if path.call is not None), None)
-    if with_plan is not None:
-        raise InputError(
-            f"{what} follows the rows of one prompt by their number, and path {with_plan} was given: leave call out."
         )
     if dtype is None:
         return paths

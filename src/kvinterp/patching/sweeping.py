@@ -161,7 +161,7 @@ def sweep(
     ):
         check_choice(name, value, choices)
     tokens = encode_all(adapter, prompts, max_new_tokens)
-    paths = two_paths(cached, recompute, "a sweep", calls=True)
+    paths = two_paths(cached, recompute, "a sweep")
     spot = positions_of(("all" if site in PATCHED_CACHE else "newest") if positions is None else positions)
     shortest, longest = (function(map(len, tokens)) + max_new_tokens - 1 for function in (min, max))
     lanes = _planned_lanes(adapter, site, over, direction, spot, steps, layers, block, longest)
@@ -242,7 +242,7 @@ def highest_kl(
     check_choice("protocol", protocol, words.Protocol)
     check_choice("progress", progress, words.Progress)
     tokens = encode_all(adapter, prompts, max_new_tokens)
-    paths = two_paths(cached, recompute, "a sweep", calls=True)
+    paths = two_paths(cached, recompute, "a sweep")
     setting = Setting(adapter, *paths, "into-recompute", protocol, distances_of("kl"), max_new_tokens)
     return _examples_of_highest_kl(setting, tokens, count, progress)
 

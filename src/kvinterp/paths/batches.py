@@ -90,7 +90,7 @@ def batched(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
 
 def batched_alike(adapter: Adapter, path: ExecutionPath, prompts: Sequence[Sequence[int]], steps: int) -> bool:
     """Whether a batch of this shape gives each prompt the bits it gets alone, at its first and at its last lengths."""
-    if _routes(adapter) or path.call is not None:
+    if _routes(adapter):
         return False
     tokens = torch.tensor(list(map(list, prompts)), device=adapter.device)
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, named, out_of_memory
+from kvinterp.errors import KvinterpError, UnsupportedError, named, out_of_memory
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.cached_rows import CachedRows
@@ -27,10 +27,9 @@ from kvinterp.models.sites import ATTENDED_SITES
 from kvinterp.paths.forwards import HookedForwards, in_chunks
 from kvinterp.paths.kernels import Native
 from kvinterp.paths.model_cache import Stores, path_store, uncached
-from kvinterp.paths.path import ExecutionPath, Recompute, programs
+from kvinterp.paths.path import ExecutionPath, Recompute
 from kvinterp.paths.smoothing import Recomputed, Smoothed
 from kvinterp.paths.store import Store, policy_listeners
-from kvinterp.paths.view import Shown, View
 from kvinterp.policies import Chain, Place
 from kvinterp.recording import LOGITS, PathHook
 
@@ -99,8 +98,6 @@ class Runner:
         cache: What keeps the keys and values, such as ``"DynamicCache"``; ``"none"`` where nothing does.
     """
 
-    _lane: Any
-
     def __init__(
         self, adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, hooks: Sequence[PathHook] = ()
     ) -> None:
@@ -109,34 +106,20 @@ class Runner:
         self.step, self._device = -1, self.adapter.device
         self.cache = "none"
         cached = path.form == "cached"
-        offers = [*["mask"] * self.adapter.takes_mask, *["rows", "join"] * cached]
-        call, self._offers = path.call, offers
-        if call is not None:
-            if len(prompt) > 1:
-                raise InputError(f"call={call} drives one prompt at a time, and {len(prompt)} were given together.")
-            program = call.program(prompt.shape[1], room, self._offers)
-            programs().check(program, self.adapter, prompt.shape[1], room)
         if cached or path.chunk is not None:
             # Whatever is to be found out about this model's cache is found out here, before anything is heard.
             begun = range(0, room, path.refresh) if cached and path.refresh and room else (0,)
             shapes = [(len(prompt), prompt.shape[1] + step, room - step if cached else 0) for step in begun]
-            shapes = shapes if call is None else [programs().room(program, prompt.shape[1], room)]
             stores = [path_store(self.adapter, path, *shape, ()) for shape in shapes]
             self.cache = "; ".join(dict.fromkeys(store.name for store in stores))
-            asked = {"rows": "batch_select_indices", "join": "join"}
-            self._offers = [offer for offer in self._offers if asked.get(offer) in (None, *stores[0].moves)]
         self._rows = self._rows_to_ask(prompt)
         self._store: Store | None = None
         # Without a store a forward reads the keys it made and no others.
-        on_store = call is None and (cached or path.chunk is not None)
+        on_store = cached or path.chunk is not None
         attended = {place for hook in hooks for place in hook.listeners if on_store and place[0] in ATTENDED_SITES}
         self._beside: Runner | None = None
         if path.smooth is not None:
             path = self._smoothed(path, prompt, room)
-        if call is not None:
-            view = View()
-            view.writes = any(hook.writes for hook in hooks)
-            hooks = [Shown(hook, view) for hook in hooks]
         listeners = [hook.listeners for hook in hooks]
         hears = tuple(hooks)
         if attended:
@@ -148,9 +131,6 @@ class Runner:
         self._forwards = HookedForwards(self.adapter, path.kernels.mode(self.adapter), listeners)
         loop = cached_loop if cached else recompute_loop
         self._loop = loop(self.adapter, path, prompt.to(self._device), room, self._stores, hears, self._begin)
-        if call is not None:
-            self._lane = self._led(path, prompt, room, hears, view)
-            self._loop = self._lane.run()
 
     def __enter__(self) -> Runner:
         with contextlib.ExitStack() as stack:
@@ -178,15 +158,13 @@ class Runner:
         for listener in forwards.listeners.get(LOGITS, ()):
             changed = listener(logits)
             logits = logits if changed is None else changed
-        # On a model that is spread over devices the logits lie elsewhere than the tokens. And where a program ran, the logits lie
-        # in memory that the library writes into again: assisted generation writes into its logits, and a compiled graph into
-        # those of the forward before.
-        return logits.to(self._device, copy=self.path.call is not None)
+        # On a model that is spread over devices the logits lie elsewhere than the tokens.
+        return logits.to(self._device)
 
     def _rows_to_ask(self, prompt: Tensor) -> CachedRows | None:
         """What asks whether the path reads its cache: the first of a call that keeps all rows and has the machine's kernels."""
         path = self.path
-        plain = path.call is None and not path.policy.evicts and isinstance(path.kernels, Native)
+        plain = not path.policy.evicts and isinstance(path.kernels, Native)
         if path.form != "cached" or not plain or self.adapter.rows_asked:
             return None
         self._prompted = prompt.shape[1]
@@ -216,10 +194,8 @@ class Runner:
         except Exception as error:
             if isinstance(self.path.cache, Dynamic) or out_of_memory(error):
                 raise
-            memory = None if self._store is None else self._store.library_cache
-            before = f", behind a {memory.left}," if memory is not None and memory.left else ""
             raise UnsupportedError(
-                f"step {self.step} on a {self.cache}{before} raises {named(error)}: leave the call out of the path; "
+                f"step {self.step} on a {self.cache} raises {named(error)}: "
                 f"kvinterp audit MODEL --cache {self.path.cache} says which use of the cache is wrong."
             ) from error
 
@@ -241,32 +217,6 @@ class Runner:
         """Makes the store of a pass, whose policy then sees what it asked for."""
         self._store = path_store(adapter, path, batch, length, room, hooks)
         return self._store
-
-    def _led(self, path: ExecutionPath, prompt: Tensor, room: int, hears: Sequence[PathHook], view: View) -> Any:
-        """What a program leads."""
-        call: Any = path.call
-
-        def begin(rows: int, length: int, after: int) -> Store | None:
-            self._begin()
-            if path.form == "recompute":
-                return uncached(self.adapter, path, torch.empty(rows, length), self._stores, hears)
-            return self._stores(self.adapter, path, rows, length, after, hears)
-
-        def aside(tokens: Tensor, after: int) -> Store:
-            return path_store(self.adapter, path, len(tokens), tokens.shape[1], after, ())
-
-        def write(length: int, steps: int, more: Sequence[str] = ()) -> Any:
-            return call.program(length, steps, [*self._offers, *more])
-
-        asked = prompt.to(self._device)
-        return programs().Lane(self.adapter, path.form, asked, room, path.chunk, write, begin, aside, view, {})
-
-    def witnessed(self) -> dict[str, int]:
-        """What a program saw itself do; what it stands for and did not happen is said, and counted."""
-        why = self._lane.missing()
-        if why:
-            log.warning("call=%s was not exercised: %s", self.path.call, why)
-        return self._lane.witness | ({"not exercised": 1} if why else {}) | self._lane.left_out()
 
     def _begin(self) -> None:
         for hook in self.hooks:

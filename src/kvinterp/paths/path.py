@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from kvinterp.common import spec
 from kvinterp.common.checks import check_choice, check_instance, check_known, check_number, check_text, check_whole
-from kvinterp.common.wings import taken
 from kvinterp.common.words import dtype_word
 from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import dtype_named
@@ -19,7 +18,7 @@ from kvinterp.paths.kernels import Kernels, Native, kernels_named
 from kvinterp.policies import Identity, Policy, policy_named
 
 FORMS = ("cached", "recompute")
-OPTIONS = ("call", "chunk", "refresh", "smooth", "prefill", "cache", "cache_dtype", "kernels")
+OPTIONS = ("chunk", "refresh", "smooth", "prefill", "cache", "cache_dtype", "kernels")
 PREFILLS = ("exact", "stored")
 NUMBERS: dict[str, Callable[[Any], Any]] = {
     "chunk": functools.partial(check_whole, "chunk", hint=", in tokens, or None"),
@@ -27,24 +26,6 @@ NUMBERS: dict[str, Callable[[Any], Any]] = {
     "smooth": functools.partial(check_number, "smooth", hint=" from 0 to 1, or None"),
 }
 """The options that are numbers: what checks each, and returns it."""
-
-
-class Call(Protocol):
-    """A program by which tokens reach the model; the audit's wing has them.
-
-    Attributes:
-        options: The options of a path that it is another way to write, by name.
-        rest: The program without these; None where nothing is left.
-    """
-
-    @property
-    def options(self) -> Mapping[str, Any]: ...  # noqa: D102
-
-    @property
-    def rest(self) -> Call | None: ...  # noqa: D102
-
-    def program(self, length: int, steps: int, offers: Collection[str]) -> Any:
-        """The program for a prompt of so many tokens and so many after it, on a cache that offers this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +46,6 @@ class ExecutionPath:
         refresh: After how many decode steps the cache is made anew by a prefill of the whole prefix, or None for never.
         smooth: The weight of the cache, from 0 to 1, in what attention reads beside what a recompute path reads at the same
             step, or None for the cache alone.
-        call: The program by which the tokens reach the model, where that is another than the prompt alone and then a token a
-            step: padded, in a batch, behind a prefix that was there before; see :mod:`kvinterp.auditing.programs`.
     """
 
     form: str = "cached"
@@ -79,14 +58,9 @@ class ExecutionPath:
     prefill: str = "exact"
     refresh: int | None = None
     smooth: float | int | None = None
-    call: Call | None = None
 
     def __post_init__(self) -> None:
         check_known("form of path", self.form, FORMS)
-        if self.call is not None:
-            check_instance("call", self.call, programs().CALLS, "a program, or use Cached(call='padded(left,5)')")
-            if self.call.options:
-                self._take_options(self.call)
         check_instance(
             "kernels", self.kernels, Kernels, "a kernel mode, such as SplitK(4), or use Cached(kernels='native')"
         )
@@ -109,18 +83,6 @@ class ExecutionPath:
                 object.__setattr__(self, name, check(getattr(self, name)))
         if self.smooth is not None:
             self._check_smooth()
-        if self.call is not None:
-            programs().check_path(self)
-
-    def _take_options(self, call: Call) -> None:
-        """Puts the options that a program is another way to write in their place: a path has one text whichever was given."""
-        plain = {"chunk": None, "cache": Dynamic()}
-        for name, value in call.options.items():
-            present = getattr(self, name)
-            if present != plain[name]:
-                raise InputError(f"{name}={present} was given with call={call}, which says that too: leave one out.")
-            object.__setattr__(self, name, value)
-        object.__setattr__(self, "call", call.rest)
 
     def _check_smooth(self) -> None:
         """Refuses what is no weight, and a cache that would be checked without what it is mixed with."""
@@ -154,7 +116,7 @@ class ExecutionPath:
         kind = None if self.cache == Dynamic() else self.cache
         cache = {"cache": self.cache_dtype} if kind is None else {"cache": kind, "cache_dtype": self.cache_dtype}
         prefill = None if self.prefill == "exact" else self.prefill
-        ways = {"call": self.call, "chunk": self.chunk, "refresh": self.refresh, "smooth": self.smooth, "prefill": prefill}
+        ways = {"chunk": self.chunk, "refresh": self.refresh, "smooth": self.smooth, "prefill": prefill}
         options = {**ways, **cache, "kernels": kernels}
         text = ",".join(f"{name}={value}" for name, value in options.items() if value is not None)
         policy = "" if isinstance(self.policy, Identity) else f"+{self.policy}"
@@ -171,7 +133,6 @@ def Cached(  # noqa: N802  # reads as the noun it makes
     prefill: str = "exact",
     refresh: int | None = None,
     smooth: float | int | None = None,
-    call: Call | str | None = None,
 ) -> ExecutionPath:
     """Decoding from a KV cache: prefill once, then one token a step.
 
@@ -188,10 +149,8 @@ def Cached(  # noqa: N802  # reads as the noun it makes
         refresh: After how many decode steps the cache is made anew by a prefill of the whole prefix; default: never.
         smooth: From 0 to 1: attention reads ``smooth`` times the cache and ``1 - smooth`` times what a recompute path, run
             beside it, reads at the same step; default: the cache alone.
-        call: A program, such as ``"rows(0+4)+feed(9)+crop(2)"``, or its name, such as ``"padded(left,5)"`` or ``"batched(8)"``;
-            default: the prompt alone, then a token a step.
     """
-    ways = prefill, refresh, smooth, _call(call)
+    ways = prefill, refresh, smooth
     options = _name(cache_dtype), chunk, kernels_named(kernels), cache_named(cache), *ways
     return ExecutionPath("cached", _policy(policy), _name(dtype), *options)
 
@@ -201,7 +160,6 @@ def Recompute(  # noqa: N802  # reads as the noun it makes
     dtype: str | None = None,
     chunk: int | None = None,
     kernels: Kernels | str = "native",
-    call: Call | str | None = None,
 ) -> ExecutionPath:
     """Recomputing the whole prefix at every step, as if there were no cache.
 
@@ -210,10 +168,9 @@ def Recompute(  # noqa: N802  # reads as the noun it makes
         dtype: Compute dtype (default: the model's own).
         chunk: Most tokens in one forward; the prefix is then computed chunk after chunk, anew at every step.
         kernels: A kernel mode, as for :func:`Cached`.
-        call: The rows of each forward, such as ``"rows(0+4)"``, ``"padded(left,5)"`` or ``"batched(8)"``.
     """
     options = None, chunk, kernels_named(kernels)
-    return ExecutionPath("recompute", _policy(policy), _name(dtype), *options, call=_call(call))
+    return ExecutionPath("recompute", _policy(policy), _name(dtype), *options)
 
 
 def path_read(text: object) -> ExecutionPath:
@@ -263,8 +220,7 @@ def path_named(text: object, cache: Callable[[str], CacheKind] = cache_named) ->
             )
         if name not in OPTIONS or not value or name in values:
             raise InputError(
-                f"path option {part!r} in {text!r} is {'given twice' if name in values else 'unknown'}: expected call=PROGRAM, "
-                "chunk=N, "
+                f"path option {part!r} in {text!r} is {'given twice' if name in values else 'unknown'}: expected chunk=N, "
                 "refresh=N, smooth=WEIGHT, prefill=stored, cache=KIND, cache_dtype=DTYPE or kernels=MODE."
             )
         values[name] = value
@@ -279,7 +235,6 @@ def path_named(text: object, cache: Callable[[str], CacheKind] = cache_named) ->
         kernels=kernels_named(values.get("kernels", "native")),
         cache=cache(values.get("cache", "dynamic")),
         prefill=values.get("prefill", "exact"),
-        call=_call(values.get("call")),
         **numbers,
     )
 
@@ -297,15 +252,6 @@ def _behind(name: str, value: str) -> str:
 
 def _policy(policy: Policy | str | None) -> Policy:
     return Identity() if policy is None else policy_named(policy) if isinstance(policy, str) else policy
-
-
-def programs() -> Any:
-    """What drives a path by programs, as the wing hands it in that has them."""
-    return taken("lanes", "call", "a path with call=")
-
-
-def _call(call: Any) -> Any:
-    return None if call is None else programs().call_named(call)
 
 
 def _name(dtype: object) -> str | None:

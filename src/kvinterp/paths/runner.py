@@ -143,8 +143,6 @@ class _Run:
         about = provenance(
             self.adapter, path=str(self.path), strategy=str(self.strategy), seed=self.seed, cache=runner.cache
         )
-        if self.path.call is not None:
-            about["witness"] = runner.witnessed()
         logits = torch.stack(logits_by_step, 1) if logits_by_step else [None] * len(prompts)
         rows = zip(*(of_lane[0] for of_lane in collected.lists()), logits, strict=True)
         stops = [] if ends is None else ends.tolist()

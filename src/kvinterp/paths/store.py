@@ -192,32 +192,6 @@ class Store:
             self._computed.pop(layer, None)
         return _put_back(read, filled_read, changed, filled)
 
-    @property
-    def moves(self) -> frozenset[str]:
-        """The methods by which sequences can be moved, left out and joined by others."""
-        return self.memory.moves
-
-    def will_crop(self) -> None:
-        """Told before the first forward that positions will be taken back, so that a window keeps what it may need again."""
-        self.memory.will_crop()
-
-    def crop(self, length: int) -> None:
-        """Takes back all positions from ``length`` on; UnsupportedError where the memory cannot."""
-        self.memory.crop(length)
-        self.cropped(length)
-
-    def cropped(self, length: int) -> None:
-        """Told that somebody else took back all positions from ``length`` on."""
-        self._lengths = dict.fromkeys(self._lengths, length)
-
-    def select(self, method: str, asked: Tensor | int) -> None:
-        """Goes on as other sequences, by a method of the library's cache."""
-        self.memory.select(method, asked)
-
-    def join(self, other: Store) -> None:
-        """Puts the sequences of another store of as many positions behind its own."""
-        self.memory.join(other.memory)
-
     def hear(self, site: str, layer: int, tensor: Tensor) -> None:
         """Shows the policy a site of the forward that runs."""
         place = self._places.get(layer, Place(layer, 0, 0, self.facts.cached_keys_rotated))

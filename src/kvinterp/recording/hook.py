@@ -8,7 +8,6 @@ of RoPE come from a hook (HookedTransformer, whose cache holds unrotated keys) o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
 
 import torch
 from einops import repeat
@@ -29,11 +28,9 @@ class PathHook:
 
     Attributes:
         listeners: For each site and layer the function that is called with its tensor; a tensor it returns replaces that one.
-        writes: Whether a listener may return a tensor.
     """
 
     listeners: Mapping[Site, Listener] = {}
-    writes: ClassVar[bool] = True
 
     @property
     def places(self) -> list[Site]:
@@ -70,8 +67,6 @@ class SiteHook(PathHook):
     Raises:
         UnsupportedError: This kind of model cannot give a site.
     """
-
-    writes = False
 
     def __init__(self, adapter: Adapter, places: Iterable[Site], positions: str = "all", rows: str = "whole") -> None:
         self._newest, self._align, self._whole = positions == "newest", rows != "any", rows == "whole"

@@ -477,12 +477,6 @@ def test_what_is_wrong_over_an_edge_that_the_config_names_is_called_by_it():
     assert all("over the longrope RoPE that switches at 32" in name for name in wrong)
 
 
-def test_a_program_whose_own_row_is_not_the_first_is_shrunk():
-    """A wrong batched(4), asked for with --calls, ended in "own=2 was given: expected a whole number from 0 to 1"."""
-    found = [*map(str, smaller(program_named("rows(0+1+2,own=2)+feed(9)")))]
-    assert {"rows(0+1)+feed(9,0)", "rows(1+2)+feed(9,0)", "rows(0+1+2)+feed(9,0)"} <= {*found}
-
-
 def test_what_is_wrong_in_float64_too_is_laid_to_no_cast():
     """Of a program that float64 had no time for the audit said that a cast to 16 bits made it wrong."""
     (check,) = (check for check in uses_of(planted("chunk").given, programs=1) if check.status == WRONG)

@@ -12,7 +12,6 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import kvinterp as kv
-from kvinterp.auditing.programs.decoder import check
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import OPERATIONS, program_named
 from kvinterp.auditing.programs.pasted import pasted
@@ -20,7 +19,6 @@ from kvinterp.auditing.programs.program import ASKS, ATTENTION, FED, MASKS, Rows
 from kvinterp.auditing.programs.running import REFUSED, RIGHT, WRONG
 from kvinterp.auditing.programs.search import FIRST, least, search, tried
 from kvinterp.auditing.programs.subject import apart
-from kvinterp.errors import UnsupportedError
 
 SMALL = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -243,19 +241,6 @@ def test_what_a_model_does_not_offer_is_refused_in_a_sentence(sound):
     run = tried(sound, program_named("rows(0,fed=types)+feed(6)"))
     assert (run.word, run.why) == (REFUSED, "this model does not offer rows(0,fed=types)")
     assert "offloaded" not in sound.caches
-
-
-@pytest.mark.parametrize("text", NEW)
-def test_no_path_runs_them_and_says_so(text):
-    """A path decodes one text by ids: what else there is says that in a sentence, before anything runs."""
-    adapter = subject_of("").given
-    program = program_named(text)
-    if program.rows.ways or not any(word in text for word in ("beside", "sampled")):
-        with pytest.raises(UnsupportedError, match="leave"):
-            check(program, adapter, 20, 2)
-    else:
-        with pytest.raises(UnsupportedError, match="makes its own"):
-            list(kv.run(kv.wrap(adapter.model), [[*range(5, 25)]], kv.Cached(call=text), max_new_tokens=3))
 
 
 def test_a_tree_behind_pads_that_were_counted_is_left_out(sound):

@@ -163,52 +163,6 @@ def test_quantos_cache_has_the_bits_of_its_own_plain_loop_and_says_where_its_gro
         kv.run(model, list(PROMPT[:11]), "cached[cache=quantized(4)]", max_new_tokens=3)
 
 
-class CropsTheFirstLayer(DynamicCache):
-    """A cache of one's own that forgets the layers above the first."""
-
-    def crop(self, tokens_to_remove):
-        self.layers[0].crop(tokens_to_remove)
-
-
-def test_what_a_cache_of_ones_own_raises_is_a_sentence_that_names_its_crop():
-    """Defect: a RuntimeError of tensor shapes, raised where a pattern is derived."""
-    said = "behind a crop to 4 positions, after which layer 1 says that it holds 7, raises RuntimeError: .*kvinterp audit MODEL --cache"
-    with pytest.raises(kv.UnsupportedError, match=said):
-        logits(llama(), kv.Cached(cache=CropsTheFirstLayer, call="forked(4)"), record="pattern")
-
-
-def test_rows_are_moved_by_the_caches_own_methods_and_what_it_does_not_offer_is_said():
-    """Defect: of every cache but a plain DynamicCache no row was moved, without a word, and "has none to move" was untrue."""
-    moved = []
-
-    class Mine(DynamicCache):
-        def reorder_cache(self, beam_idx):
-            moved.append(beam_idx.tolist())
-            super().reorder_cache(beam_idx)
-
-    def said(cache, call):
-        path = kv.Cached(cache=cache, call=call)
-        return kv.compare(llama(), list(PROMPT), a=path, b="cached", max_new_tokens=5, progress="none").where()
-
-    assert "12 rows were moved, all by reorder_cache of a Mine and no row by kvinterp" in said(Mine, "beams(3)")
-    assert moved == [[2, 0, 1]] * 4
-    batched = said(Mine, "batched(4)")
-    assert "all by batch_select_indices of a Mine" in batched
-    assert "no row joined, since a Mine offers no way to" in batched
-    assert "no row was moved, since a StaticCache offers no way to" in said("static", "batched(4)")
-    with pytest.raises(kv.UnsupportedError, match="a StaticCache of this model cannot take positions back"):
-        said("static", "forked(4)")
-
-    class Wrong(DynamicCache):
-        def reorder_cache(self, beam_idx):
-            for layer in self.layers:
-                layer.keys = layer.keys[beam_idx]
-
-    found = kv.compare(llama(), list(PROMPT), a=kv.Cached(cache=Wrong, call="beams(3)"), b="cached", max_new_tokens=5)
-    sound = kv.compare(llama(), list(PROMPT), a=kv.Cached(cache=Mine, call="beams(3)"), b="cached", max_new_tokens=5)
-    assert found.steps["max_abs_logit"].max() > 1000 * sound.steps["max_abs_logit"].max()
-
-
 @pytest.mark.cuda
 def test_an_offloaded_cache_has_the_bits_of_its_own_plain_loop():
     model = llama().to("cuda")

@@ -122,7 +122,7 @@ class Audit(Experiment):
     calls: str = option(
         "",
         "Programs to run as well, such as 'rows(0+4)+feed(9)+crop(2)+feed(1)', or their names, such as "
-        "padded(left,5),batched(8); or all.",
+        "padded(left,5),batched(8); or all. Also prints how far each moves logits in --dtype.",
         early=_calls,
     )
     cache: str | None = option(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 import kvinterp.auditing.programs.operations as folder
@@ -20,9 +19,8 @@ from kvinterp.auditing.programs.operations.generate import Generate as Generatio
 from kvinterp.auditing.programs.operations.rows import Join, Reorder, Select
 from kvinterp.auditing.programs.program import Operation, Program, Rows
 from kvinterp.common import spec
-from kvinterp.common.checks import check_choice, check_text, check_whole
+from kvinterp.common.checks import check_choice, check_whole
 from kvinterp.errors import InputError
-from kvinterp.models import caches
 
 OPERATIONS = spec.plugins_of(folder, Operation)  # type: ignore[type-abstract]
 KINDS = spec.by_name(Rows, *OPERATIONS.values())
@@ -37,14 +35,13 @@ class Draught:
     Attributes:
         length: Tokens of the prompt.
         steps: Most tokens after it.
-        offers: ``"mask"``: rows may be padded; ``"rows"``: rows of the cache may leave; ``"join"``: and others join.
         rows: Its rows.
         prompt: What feeds the prompt.
         each: What feeds each token after it; nothing where the prompt's operations do.
     """
 
-    def __init__(self, length: int, steps: int, offers: Collection[str]) -> None:
-        self.length, self.steps, self.offers, self.rows = length, steps, offers, Rows((0,))
+    def __init__(self, length: int, steps: int) -> None:
+        self.length, self.steps, self.rows = length, steps, Rows((0,))
         self.prompt: list[Operation] = [Feed(length)]
         self.each: list[list[Operation]] = [[Feed(1, 1)] for _ in range(steps)]
 
@@ -62,11 +59,6 @@ class Name(abc.ABC):
     """
 
     feeds: ClassVar[bool] = True
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of a path that it is another name for."""
-        return {}
 
     @abc.abstractmethod
     def write(self, made: Draught) -> None:
@@ -101,7 +93,7 @@ class Padded(Name):
 
 @dataclasses.dataclass(frozen=True)
 class Chunked(Name):
-    """The prompt in pieces: on a path the same as ``chunk=4``.
+    """The prompt in pieces.
 
     Attributes:
         size: Most tokens in one.
@@ -109,11 +101,6 @@ class Chunked(Name):
 
     feeds = False
     size: int = 4
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The option ``chunk`` of a path, which says the same."""
-        return {"chunk": self.size}
 
     def write(self, made: Draught) -> None:
         """Cuts what feeds the prompt."""
@@ -125,19 +112,9 @@ class Chunked(Name):
 
 @dataclasses.dataclass(frozen=True)
 class Static(Name):
-    """Keys and values in transformers' StaticCache, whose empty slots are masked: on a path the same as ``cache=static``.
-
-    Attributes:
-        size: Its positions on a path; as many as are run for None.
-    """
+    """Keys and values in transformers' StaticCache, whose empty slots are masked."""
 
     feeds = False
-    size: int | None = None
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The option ``cache`` of a path, which says the same."""
-        return {"cache": caches.Static(self.size)}
 
     def write(self, made: Draught) -> None:
         """Says that the rows are kept in that cache."""
@@ -162,7 +139,7 @@ class Compiled(Name):
 
 @dataclasses.dataclass(frozen=True)
 class Batched(Name):
-    """The prompt among others, shorter and padded where a model takes a mask; every second step in turn one leaves or joins.
+    """The prompt among others, shorter and padded; every second step in turn one leaves or joins.
 
     Attributes:
         rows: Rows of the batch, the prompt's among them.
@@ -176,10 +153,9 @@ class Batched(Name):
     def write(self, made: Draught) -> None:
         """The prompt stands in the middle; the one before it leaves, so that its own place changes."""
         count, own = self.rows, self.rows // 2
-        pads = tuple(abs(row - own) % made.length * ("mask" in made.offers) for row in range(count))
-        made.tells(pads=pads, own=own)
-        for step in range(EVERY - 1, made.steps if "rows" in made.offers else 0, EVERY):
-            if step % (2 * EVERY) == 2 * EVERY - 1 and "join" in made.offers:
+        made.tells(pads=tuple(abs(row - own) % made.length for row in range(count)))
+        for step in range(EVERY - 1, made.steps, EVERY):
+            if step % (2 * EVERY) == 2 * EVERY - 1:
                 made.each[step].insert(0, Join())
                 count += 1
             elif count > 2:
@@ -203,7 +179,7 @@ class Forked(Name):
         if made.length <= self.prefix:
             shorter = f", or forked({made.length - 1})" if made.length > 1 else ""
             raise InputError(
-                f"call={spec.text_of(self)} reuses {self.prefix} tokens of a prompt, and one has {made.length}: give a longer "
+                f"{spec.text_of(self)} reuses {self.prefix} tokens of a prompt, and one has {made.length}: give a longer "
                 f"prompt{shorter}."
             )
         made.prompt = [Feed(self.prefix), Feed(OTHERS, 1), Crop(OTHERS), Feed(made.length - self.prefix)]
@@ -231,7 +207,7 @@ class Generate(Name):
     how: ClassVar[str] = "whole"
 
     def write(self, made: Draught) -> None:
-        """It is not to end before the path."""
+        """One operation feeds the prompt and makes every token."""
         more = dataclasses.asdict(self)
         made.prompt, made.each = [Generation(made.length, made.steps + 2, self.how, **more)], []
 
@@ -279,13 +255,11 @@ class Names:
     def __post_init__(self) -> None:
         kinds = [type(part) for part in self.parts]
         if sum(part.feeds for part in self.parts) > 1 or len(set(kinds)) < len(kinds):
-            raise InputError(
-                f"call={self} was given, of which each says what is fed or the same thing twice: leave one out."
-            )
+            raise InputError(f"{self} was given, of which each says what is fed or the same thing twice: leave one out.")
 
-    def program(self, length: int, steps: int, offers: Collection[str]) -> Program:
-        """For a prompt of ``length`` tokens and ``steps`` after it; ``offers`` as in :class:`Draught`."""
-        made = Draught(length, steps, offers)
+    def program(self, length: int, steps: int) -> Program:
+        """For a prompt of ``length`` tokens and ``steps`` after it."""
+        made = Draught(length, steps)
         for part in sorted(self.parts, key=lambda part: not part.feeds):
             part.write(made)
         found = [*made.prompt]
@@ -297,23 +271,8 @@ class Names:
                 found.append(step)
         return Program(made.rows, tuple(found))
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of a path that they are another name for."""
-        return {name: value for part in self.parts for name, value in part.options.items()}
-
-    @property
-    def rest(self) -> Names | None:
-        """What is left of them beside these options."""
-        kept = tuple(part for part in self.parts if not part.options)
-        return Names(kept) if kept else None
-
     def __str__(self) -> str:
         return "+".join(map(spec.text_of, self.parts))
-
-
-Call = Program | Names
-"""What a path or an audit is told to run."""
 
 
 def program_named(text: str) -> Program:
@@ -328,16 +287,19 @@ def program_named(text: str) -> Program:
     return Program(parts[0], tuple(parts[1:]))  # type: ignore[arg-type]
 
 
-def call_named(given: object) -> Call | None:
-    """Reads a program, or names for one, such as ``padded(left,5)+static``; None for None.
+def program_for(text: str, length: int, steps: int) -> Program:
+    """Reads a program; or names for one, such as ``padded(left,5)+static``, which write it for a prompt.
+
+    Args:
+        text: The text.
+        length: Tokens of the prompt.
+        steps: Tokens after it.
 
     Raises:
-        InputError: It is neither.
+        InputError: The text is neither.
     """
-    if given is None or isinstance(given, Call):
-        return given
-    given = check_text("call", given, f"'rows(0+4)+feed(9)', or the name of a program: {', '.join(NAMES)}")
-    if given.replace(" ", "").startswith("rows("):
-        return program_named(given)
+    if text.replace(" ", "").startswith("rows("):
+        return program_named(text)
     hint = f"Names go together by +, as in padded(left,5)+static. {HINT}"
-    return Names(tuple(spec.read("program", part, NAMES, hint) for part in spec.split(given, "+") or [given]))  # type: ignore[type-var]
+    names = [spec.read("program", part, NAMES, hint) for part in spec.split(text, "+") or [text]]  # type: ignore[type-var]
+    return Names(tuple(names)).program(length, steps)

@@ -1,8 +1,8 @@
 """A program: rows of text with pads in front, and what is done to one cache that holds them; as data, and as a text.
 
 The text form joins its parts with ``+``: ``rows(0+4)+feed(9)+crop(2)+feed(1)`` is two rows, of which the second begins with four
-pads, fed nine columns; two are taken back, and one is fed. An audit draws the tokens and judges every row; a path runs the same
-program over its own prompt, which stands in one of the rows (:mod:`kvinterp.auditing.programs.decoder`).
+pads, fed nine columns; two are taken back, and one is fed. An audit draws the tokens and judges every row
+(:mod:`kvinterp.auditing.programs.running`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import abc
 import dataclasses
 import itertools
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,14 +20,11 @@ from torch import Tensor
 from kvinterp.common import spec
 from kvinterp.common.checks import check_whole
 from kvinterp.errors import InputError
-from kvinterp.models import Adapter, caches
 
 if TYPE_CHECKING:
     from kvinterp.auditing.programs.running import Run
     from kvinterp.auditing.programs.subject import Subject
 
-Runs = Any
-"""An audit's :class:`~kvinterp.auditing.programs.running.Run`, or a path in motion, a ``Lane`` of ``decoder``."""
 TOLD = ("needed", "mask", "positions", "all", "mask_alone")
 """What a forward is told: what it needs (mask and positions where there are pads); always a mask; always positions; both; or the
 mask alone, whatever there is, as most people call a model."""
@@ -68,7 +65,6 @@ class Rows:
         beyond: ``"yes"``: what no contract of a cache promises may happen too: a pad in a forward of one column, pads inside
             a text, a crop of more than was fed since the last one.
         seed: Draws the tokens.
-        own: The row in which a path's own prompt stands; in the others stand its neighbours.
         fed: One of :data:`FED`.
         asks: One of :data:`ASKS`.
         attention: One of :data:`ATTENTION`.
@@ -82,7 +78,6 @@ class Rows:
     tokens: str = "plain"
     beyond: str = "no"
     seed: int = 0
-    own: int = 0
     fed: str = "ids"
     asks: str = "logits"
     attention: str = "own"
@@ -90,7 +85,6 @@ class Rows:
     def __post_init__(self) -> None:
         if not self.pads or any(type(n) is not int or n < 0 for n in self.pads):
             raise InputError(f"rows{self.pads!r} was given: expected the pads of each row, as in rows(0) or rows(0+4).")
-        check_whole("own", self.own, 0, len(self.pads) - 1, f", a row of {spec.text_of(self)}")
         choices = {"told": (*TOLD, *MASKS), "cache": CACHES, "pad": PADS, "tokens": TOKENS, "beyond": ("no", "yes")}
         for name, known in {**choices, "fed": FED, "asks": ASKS, "attention": ATTENTION}.items():
             if getattr(self, name) not in known:
@@ -147,14 +141,11 @@ class Operation(abc.ABC):
     Attributes:
         weight: How often it is drawn beside others; never for 0.
         between: What the number of one that has a single one is drawn from.
-        proof: What a path counts that runs it, and what is said where there is none of it.
         columns: How many it leaves on the cache, or takes back.
-        ahead: Columns that it needs behind them for a while.
     """
 
     weight: ClassVar[int] = 1
     between: ClassVar[tuple[int, int]] = (1, 1)
-    proof: ClassVar[tuple[str, str]] = ("", "")
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -172,20 +163,12 @@ class Operation(abc.ABC):
         return run.filled and run.cache is not None
 
     @abc.abstractmethod
-    def do(self, run: Runs) -> Iterable[Tensor]:
-        """Does it: an audit judges the logits; a path yields the newest wherever it needs a token that is not known yet."""
-
-    def check(self, adapter: Adapter, length: int) -> None:  # noqa: B027
-        """Raises UnsupportedError, before a path runs, where this model cannot be run so over so many positions."""
+    def do(self, run: Run) -> None:
+        """Does it; the logits that it makes are judged."""
 
     @property
     def columns(self) -> int:
         """How many columns it leaves on the cache; negative where it takes them back."""
-        return 0
-
-    @property
-    def ahead(self) -> int:
-        """How many columns it needs behind its own for a while."""
         return 0
 
     def smaller(self) -> list[Operation]:
@@ -212,20 +195,6 @@ class Program:
 
     rows: Rows
     steps: tuple[Operation, ...] = ()
-
-    def program(self, length: int, steps: int, offers: Collection[str]) -> Program:
-        """Itself, whatever the prompt: see :class:`kvinterp.auditing.programs.names.Names`."""
-        return self
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of a path that it is another way to write."""
-        return {"cache": caches.Static()} if self.rows.cache == "static" else {}
-
-    @property
-    def rest(self) -> Program:
-        """What is left of it beside these options."""
-        return dataclasses.replace(self, rows=dataclasses.replace(self.rows, cache="own"))
 
     @property
     def columns(self) -> int:

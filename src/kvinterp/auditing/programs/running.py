@@ -77,61 +77,21 @@ class Wrong:
         return self.sentence.format(row=self.row, error=self.error) + beside
 
 
-class Columns:
-    """Rows of columns on one cache, as operations see them: an audit's :class:`Run`, or a path in motion.
-
-    Attributes:
-        program: What is done.
-        model: What runs.
-        ids, mask: All columns on the cache, ``[row, column]``.
-        pads: Pads that are still to come in front of each row.
-        lines: What was done, in lines of Python.
-        held: What lasts until its end.
-    """
-
-    program: Program
-    model: Any
-    ids: Tensor
-    mask: Tensor
-    pads: list[int]
-    lines: Lines
-    held: contextlib.ExitStack
-
-    def tries(self, use: str, *lines: str) -> None:
-        """Notes a use of the cache, and lines of Python."""
-
-    def count(self, name: str, more: int = 1) -> None:
-        """Counts what happened, as the proof that the program ran as it says."""
-
-    def put(self, ids: Tensor, mask: Tensor) -> None:
-        """Notes new columns that are about to be fed: their tokens, and which of them the mask shows."""
-        self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
-
-    def cut(self, length: int) -> None:
-        """All columns from ``length`` on go."""
-        self.ids, self.mask = self.ids[:, :length], self.mask[:, :length]
-
-    def goes_on_as(self, rows: list[int]) -> None:
-        """The cache holds these of its rows now."""
-        self.pads, self.ids, self.mask = [self.pads[row] for row in rows], self.ids[rows], self.mask[rows]
-
-    def compiled(self, own: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        """The model's forward is compiled; its own is put back by ``own``."""
-
-    def join(self, ids: Tensor, cache: Any) -> None:
-        """A row of another cache joins."""
-        self.pads.append(0)
-        self.ids, self.mask = torch.cat([self.ids, ids]), torch.cat([self.mask, torch.ones_like(self.mask[:1])])
-
-
-class Run(Columns):
+class Run:
     """One program on a model.
 
     Args:
         subject: The model.
         program: What is done.
+        hear: Told of the logits of each row, of those that are right (``[token, vocabulary]``) and of its tokens so far; none is
+            judged then.
 
     Attributes:
+        model: The subject's model; None where it is functions.
+        ids, mask: All columns on the cache, ``[row, column]``.
+        pads: Pads that are still to come in front of each row.
+        lines: What was done, in lines of Python.
+        held: What lasts until its end.
         texts: Each row's own tokens.
         draws: What draws them.
         cache: The cache.
@@ -149,8 +109,11 @@ class Run(Columns):
         origin: The program's text before it was shrunk.
     """
 
-    def __init__(self, subject: Subject, program: Program) -> None:
-        self.model = getattr(subject, "model", None)
+    def __init__(
+        self, subject: Subject, program: Program, hear: Callable[[Tensor, Tensor, list[int]], None] | None = None
+    ) -> None:
+        self.hear = hear
+        self.model: Any = getattr(subject, "model", None)
         self.program, self.draw = program, random.Random(program.rows.seed)
         self.subject: Any = subject
         self.beyond = program.rows.beyond == "yes"
@@ -209,7 +172,7 @@ class Run(Columns):
                 except Exception as error:
                     return self._raised(error)
                 self.without = None
-            return self._beside() if bool((self.mask == 0).any()) else (RIGHT, "")
+            return self._beside() if self.hear is None and bool((self.mask == 0).any()) else (RIGHT, "")
 
     def _setting(self) -> list[str]:
         """The line that sets the attention implementation."""
@@ -416,7 +379,7 @@ class Run(Columns):
             raise WrongError(
                 f"logits of {' x '.join(map(str, self.shape))} rows and columns for {len(self.texts)} x {count}"
             )
-        if self.subject.among(self.texts) >= ALONE:
+        if self.hear is None and self.subject.among(self.texts) >= ALONE:
             raise PlainError(
                 f"in a batch of {len(self.texts)} rows the forward without a cache differs from each row alone"
             )
@@ -442,6 +405,9 @@ class Run(Columns):
                 if last:
                     want = torch.stack([self.subject.alone(text[: n + 1])[-1] for n in range(begin, end)])
                 want = want[asked]
+            if self.hear is not None:
+                self.hear(got, want, text[:end])
+                continue
             error = apart(got, want)
             self.worst = max(self.worst, error)
             self.reaches(positions=end, rows=len(self.texts))
@@ -520,18 +486,18 @@ class Run(Columns):
         end = self.ids.shape[1] + ids.shape[1]
         self.ends += range(end - self.singly, end + 1)
         self.pending = None
-        self.put(ids, mask)
+        self.ids, self.mask = torch.cat([self.ids, ids], 1), torch.cat([self.mask, mask], 1)
         self.cache, self.since = cache, self.since + ids.shape[1]
 
     def goes_on_as(self, rows: list[int]) -> None:
         """The cache holds these of its rows now."""
         self.texts = [list(self.texts[row]) for row in rows]
         self.draws, self.begins = [self.draws[row] for row in rows], [self.begins[row] for row in rows]
-        super().goes_on_as(rows)
+        self.pads, self.ids, self.mask = [self.pads[row] for row in rows], self.ids[rows], self.mask[rows]
 
     # What operations do ---------------------------------------------------------------------------------------------------
 
-    def feed(self, width: int, cut: int = 0, inner: tuple[int, ...] = (), behind: tuple[int, ...] = ()) -> tuple[()]:
+    def feed(self, width: int, cut: int = 0, inner: tuple[int, ...] = (), behind: tuple[int, ...] = ()) -> None:
         """Feeds new columns in pieces; beyond the contract alone may one of a single column have a pad."""
         least = self._begin_width()
         ids, mask = self.columns(min(width, self.room - 1 - self.ids.shape[1]), inner, behind)
@@ -548,7 +514,6 @@ class Run(Columns):
         for begin, end in itertools.pairwise(ends):
             part = ids[:, begin:end], mask[:, begin:end]
             self.took(*part, self.forward(*part, self.cache, mask[:, end:].sum(1)))
-        return ()
 
     def _begin_width(self) -> int:
         """Columns of a first forward that holds whole beginnings."""
@@ -563,15 +528,15 @@ class Run(Columns):
         self.cache.crop(-count)
         self.texts, self.since = [text[:-count] for text in self.texts], 0
         self.reaches(taken_back=count)
-        self.cut(left := self.ids.shape[1] - count)
+        left = self.ids.shape[1] - count
+        self.ids, self.mask = self.ids[:, :left], self.mask[:, :left]
         self.ends = [*(end for end in self.ends if end < left), left]
 
-    def draft(self, count: int) -> tuple[()]:
+    def draft(self, count: int) -> None:
         """Feeds a token and so many more, of which as many stay as are drawn."""
         self.feed(1 + count)
         if wrong := count - self.draw.randint(0, count):
             self.crop(wrong)
-        return ()
 
     def select(self, rows: list[int], method: str, asked: Any) -> None:
         """Goes on as these rows of the cache, by a method of the library's."""
@@ -630,7 +595,8 @@ class Run(Columns):
         self.texts.append(ids[0].tolist())
         self.draws.append(self.draw)
         self.begins.append(self.subject.begins[-1])
-        super().join(ids, cache)
+        self.pads.append(0)
+        self.ids, self.mask = torch.cat([self.ids, ids]), torch.cat([self.mask, torch.ones_like(self.mask[:1])])
 
     def fork(self, width: int) -> None:
         """Feeds a copy of the cache, judged."""
@@ -651,11 +617,6 @@ class Run(Columns):
     def _needs_two_caches(self) -> None:
         if self.subject.requests == "one":
             raise RefusedError("it holds its cache itself, for one request at a time, as requests='one' says")
-
-    def generate(self, step: Any) -> tuple[()]:
-        """As it is: see :meth:`kvinterp.auditing.programs.operations.generate.Generate.judged`."""
-        step.judged(self)
-        return ()
 
     def compiled(self, own: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         """What is right is computed by the model's own forward, which ``own`` puts back."""

@@ -189,10 +189,9 @@ def smaller(program: Program) -> Iterator[Program]:
     for n in range(len(steps)):
         yield Program(rows, steps[:n] + steps[n + 1 :])
     for r in range(len(rows.pads) if len(rows.pads) > 1 else 0):
-        # Which row is a path's own says nothing here.
-        yield Program(dataclasses.replace(rows, pads=rows.pads[:r] + rows.pads[r + 1 :], own=0), steps)
+        yield Program(dataclasses.replace(rows, pads=rows.pads[:r] + rows.pads[r + 1 :]), steps)
     for name, plain in {
-        "cache": CACHES[0], "told": TOLD[0], "pad": PADS[0], "tokens": TOKENS[0], "beyond": "no", "own": 0, "fed": Rows.fed,
+        "cache": CACHES[0], "told": TOLD[0], "pad": PADS[0], "tokens": TOKENS[0], "beyond": "no", "fed": Rows.fed,
         "asks": Rows.asks, "attention": Rows.attention,
     }.items():  # fmt: skip
         if getattr(rows, name) != plain:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from kvinterp.auditing.programs.program import Operation, Runs
+from kvinterp.auditing.programs.program import Operation
 from kvinterp.auditing.programs.running import Run
 from kvinterp.common.checks import check_known
-from kvinterp.errors import UnsupportedError
-from kvinterp.models import Adapter
 from kvinterp.models.hooks import wrapping_methods
 
 
@@ -30,7 +27,6 @@ class Compile(Operation):
 
     backend: str = "inductor"
     weight = 0
-    proof = ("compiled graphs run", "torch compiled no graph of this model")
 
     def __post_init__(self) -> None:
         # Imported where it is used: with sympy it is a third of what importing kvinterp takes.
@@ -46,56 +42,24 @@ class Compile(Operation):
         """None: no backend is plainer than another."""
         return []
 
-    def do(self, run: Runs) -> Iterable[Tensor]:
+    def do(self, run: Run) -> None:
         """Compiles until the program is over."""
         run.tries("compiled", f"own, model.forward = model.forward, torch.compile(model.forward, backend={self.backend!r})")
         own = run.model.forward
-        run.held.enter_context(compiled(run.model, self.backend, run.count))
+        run.held.enter_context(compiled(run.model, self.backend))
         run.compiled(lambda: _replaced(run.model, own))
-        return ()
-
-    def check(self, adapter: Adapter, length: int) -> None:
-        """Refuses what is no transformers model itself, and a backend that lacks its compiler."""
-        if not adapter.plain:
-            raise UnsupportedError(
-                f"{self} compiles a transformers model's own forward, and this is a {adapter.kind}: load the model with "
-                "kind='native'."
-            )
-        if self.backend == "inductor" and adapter.device.type == "cpu":
-            from torch._inductor import cpp_builder, exc
-
-            try:
-                cpp_builder.get_cpp_compiler()
-            except exc.InvalidCxxCompiler as error:
-                raise UnsupportedError(
-                    f"{self} needs a C++ compiler, and none was found: install g++, or give aot_eager."
-                ) from error
 
 
 @contextlib.contextmanager
-def compiled(model: Any, name: str, count: Callable[[str, int], None]) -> Iterator[None]:
-    """Puts the compiled forward in the model's place, and counts the graphs that are made and run."""
+def compiled(model: Any, backend: str) -> Iterator[None]:
+    """Puts the compiled forward in the model's place."""
     from torch import _dynamo
 
     _dynamo.reset()
-    before = _dynamo.utils.counters["stats"]["unique_graphs"]
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        made = _dynamo.lookup_backend(name)(graph, inputs)
-
-        def ran(*args: Any) -> Any:
-            count("compiled graphs run", 1)
-            return made(*args)
-
-        # aot_eager and inductor hand over what takes its inputs as a list, and say so.
-        ran._boxed_call = getattr(made, "_boxed_call", False)  # type: ignore[attr-defined]
-        return ran
-
     try:
         with _replaced(model, torch.compile(model.forward, backend=backend)):
             yield
     finally:
-        count("graphs compiled", _dynamo.utils.counters["stats"]["unique_graphs"] - before)
         _dynamo.reset()
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
-
-from kvinterp.auditing.programs.program import Operation, Runs
+from kvinterp.auditing.programs.program import Operation
 from kvinterp.auditing.programs.running import Run
 from kvinterp.models.caches import offers
 
@@ -29,7 +26,6 @@ class Crop(Operation):
 
     count: int
     between = (1, 3)
-    proof = ("positions taken back", "no position was taken back")
 
     def offered(self, run: Run) -> bool:
         """Where the library itself would: each layer can, and a window or a state is not asked for more than was fed since."""
@@ -43,10 +39,9 @@ class Crop(Operation):
         real = real and all(len(text) - len(begin) >= self.count for text, begin in zip(run.texts, run.begins, strict=True))
         return real and not any(run.pads) and (not deep or run.beyond)
 
-    def do(self, run: Runs) -> Iterable[Tensor]:
+    def do(self, run: Run) -> None:
         """Takes them back; what is fed next is judged."""
         run.crop(self.count)
-        return ()
 
     @property
     def columns(self) -> int:
@@ -58,8 +53,7 @@ class Crop(Operation):
 class Draft(Operation):
     """The next column with drafts behind it, as in speculative decoding: those that are right stay, the others are taken back.
 
-    Not drawn, since drawn programs feed and crop. A path's drafts are what followed its newest token where it stood before in the
-    text, else its neighbours in the vocabulary.
+    Not drawn, since drawn programs feed and crop.
 
     Attributes:
         count: How many drafts.
@@ -67,23 +61,17 @@ class Draft(Operation):
 
     count: int
     weight = 0
-    proof = ("drafts rejected", "no draft was taken back")
 
     def offered(self, run: Run) -> bool:
         """Where they can be fed and taken back."""
         return run.ids.shape[1] + self.count + 3 <= run.room and Crop(self.count).offered(run)
 
-    def do(self, run: Runs) -> Iterable[Tensor]:
-        """Feeds a token with its drafts, keeps those that are right; in an audit as many as are drawn."""
+    def do(self, run: Run) -> None:
+        """Feeds a token with its drafts, of which as many stay as are drawn."""
         run.tries("drafts checked")
-        return run.draft(self.count)
+        run.draft(self.count)
 
     @property
     def columns(self) -> int:
         """That of the token; those of right drafts save others."""
         return 1
-
-    @property
-    def ahead(self) -> int:
-        """How many columns it needs behind its own for a while: those of the drafts."""
-        return self.count

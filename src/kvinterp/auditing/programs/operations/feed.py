@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterable
 
-from torch import Tensor
-
-from kvinterp.auditing.programs.program import Operation, Runs
+from kvinterp.auditing.programs.program import Operation
 from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.subject import Subject
-from kvinterp.errors import UnsupportedError
-from kvinterp.models import Adapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +17,8 @@ class Feed(Operation):
     Attributes:
         width: How many.
         cut: How many at a time; 0: all at once.
-        inner: Pads that each row begins with here, inside its text, as where turns are unequal; in an audit only where a program
-            goes beyond the contract.
+        inner: Pads that each row begins with here, inside its text, as where turns are unequal; only where a program goes
+            beyond the contract.
         behind: Pads that each row ends with, likewise: on the right of unequal prompts.
     """
 
@@ -45,18 +40,9 @@ class Feed(Operation):
             return False
         return run.ids.shape[1] + 2 <= run.room
 
-    def do(self, run: Runs) -> Iterable[Tensor]:
-        """Feeds the pieces; of a path's own text those that nothing takes back."""
-        return run.feed(self.width, self.cut, self.inner, self.behind)
-
-    def check(self, adapter: Adapter, length: int) -> None:
-        """Pads between tokens stand in a window."""
-        window = min((each for each in adapter.facts.windows if each is not None), default=None)
-        if any((*self.inner, *self.behind)) and window is not None and window < length:
-            raise UnsupportedError(
-                f"{self} puts pads between tokens, and {adapter.facts.name} has a window of {window} rows, in which they would "
-                f"count over {length}: give pads on the left, or fewer tokens."
-            )
+    def do(self, run: Run) -> None:
+        """Feeds the pieces."""
+        run.feed(self.width, self.cut, self.inner, self.behind)
 
     @property
     def columns(self) -> int:

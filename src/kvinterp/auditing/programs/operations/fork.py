@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterable
 
-from torch import Tensor
-
-from kvinterp.auditing.programs.program import Operation, Runs
+from kvinterp.auditing.programs.program import Operation
 from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.subject import Subject
 from kvinterp.common.checks import check_known
-from kvinterp.errors import UnsupportedError
-from kvinterp.models import Adapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,17 +21,15 @@ class Fork(Operation):
 
     width: int
     between = (1, 4)
-    proof = ("copies fed", "no copy was fed")
 
     def offered(self, run: Run) -> bool:
         """Where there is room."""
         return super().offered(run) and run.ids.shape[1] + self.width + 2 <= run.room
 
-    def do(self, run: Runs) -> Iterable[Tensor]:
+    def do(self, run: Run) -> None:
         """Feeds the copy, judged."""
         run.tries("fork")
         run.fork(self.width)
-        return ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +46,6 @@ class Request(Operation):
     width: int
     singly: int = 0
     rows: str = dataclasses.field(default="one", kw_only=True)
-    proof = ("other requests", "no other request was served")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,7 +61,7 @@ class Request(Operation):
         """In between, or of as many rows before."""
         return super().offered(run) or (self.rows == "same" and not run.filled)
 
-    def do(self, run: Runs) -> Iterable[Tensor]:
+    def do(self, run: Run) -> None:
         """Forwards on a cache of their own."""
         if self.rows == "same":
             run.tries("another batch, padded otherwise")
@@ -77,15 +69,6 @@ class Request(Operation):
         else:
             run.tries("another request in between")
             run.serve(run.other(self.width), kept="no")
-        run.count("other requests")
-        return ()
-
-    def check(self, adapter: Adapter, length: int) -> None:
-        """A path runs one row more at the most."""
-        if self.rows == "same" or self.singly:
-            raise UnsupportedError(
-                f"{self} is tried in audits alone: give request({self.width}), or run kvinterp audit --calls."
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +78,10 @@ class Again(Operation):
     What was kept of it outside the model, as a prefix cache that is handed out by reference, is met again.
     """
 
-    def do(self, run: Runs) -> Iterable[Tensor]:
+    def do(self, run: Run) -> None:
         """Begins anew; what is fed next is judged."""
         run.tries("the same request again")
         run.again()
-        return ()
 
     def smaller(self) -> list[Operation]:
         """How many columns it leaves on the cache: the copy is fed, the cache itself is not."""
@@ -109,7 +91,3 @@ class Again(Operation):
     def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Again:
         """It has no number."""
         return cls()
-
-    def check(self, adapter: Adapter, length: int) -> None:
-        """Refuses every path: its text is decoded once."""
-        raise UnsupportedError(f"{self} begins a request anew, and a path decodes its text once: leave it out.")

@@ -7,21 +7,18 @@ import copy
 import dataclasses
 import inspect
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvinterp.auditing.programs.lines import BEAMS, GENERATED, SEEN, arguments
-from kvinterp.auditing.programs.program import MASKS, Operation, Runs
+from kvinterp.auditing.programs.program import MASKS, Operation
 from kvinterp.auditing.programs.running import PADDED, Run
 from kvinterp.auditing.programs.subject import Subject, apart
 from kvinterp.common.checks import check_known
-from kvinterp.errors import UnsupportedError
-from kvinterp.models import Adapter
 from kvinterp.models.transformer_lens_api import generate, unequal
-from kvinterp.models.transformers_api import can_generate
 
 ON_THE_CACHE = {
     "whole": "given the whole text",
@@ -126,36 +123,12 @@ class Generate(Operation):
             return len(run.texts) == 1 and not subject.stateful
         return self.how != "new" or super().offered(run)
 
-    def do(self, run: Runs) -> Iterable[Tensor]:
-        """Generates: in an audit as it is, on a path the path's tokens."""
-        return run.generate(self)
-
-    def check(self, adapter: Adapter, length: int) -> None:
-        """Refuses a model that has no ``generate()`` of transformers'."""
-        if not can_generate(adapter.model):
-            raise UnsupportedError(
-                f"{self} needs transformers' generate(), and a {type(adapter.model).__name__} has none: load the model with "
-                "kind='native'."
-            )
-
-    @property
-    def proof(self) -> tuple[str, str]:  # type: ignore[override]
-        """Drafts, or forwards on the cache."""
-        if self.ahead:
-            return "drafts looked up", "transformers drafted nothing: no token had stood in the text before"
-        return "cached positions read", "generate() read no cached position"
-
     @property
     def columns(self) -> int:
         """What it is given, and what it generates but the last."""
         return self.width + self.count - 1
 
-    @property
-    def ahead(self) -> int:
-        """How many columns it needs behind its own for a while: those of the drafts."""
-        return self.drafts if self.how == "lookup" else 0
-
-    def judged(self, run: Run) -> None:
+    def do(self, run: Run) -> None:
         """Generates, and judges the logits of every new token."""
         name = (APART | UNEQUAL).get(self.how, "generate()")
         if self.how in ON_THE_CACHE and super().offered(run):

@@ -5,17 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvinterp.auditing.programs.lines import FED
-from kvinterp.auditing.programs.program import MASKS, Operation, Runs, mask_4d
+from kvinterp.auditing.programs.program import MASKS, Operation, mask_4d
 from kvinterp.auditing.programs.running import PlainError, Run, Wrong, WrongError
 from kvinterp.auditing.programs.subject import Subject, apart
-from kvinterp.errors import UnsupportedError
-from kvinterp.models import Adapter
 
 MOST = 9
 """Tokens of one of the texts."""
@@ -36,18 +34,6 @@ class _Several(Operation):
         """Two or three short ones."""
         return cls(tuple(draw.randint(1, MOST) for _ in range(draw.randint(2, 3))))
 
-    def do(self, run: Runs) -> Iterable[Tensor]:
-        """Feeds and judges them; the cache stays as it is."""
-        self.judged(run)
-        return ()
-
-    def judged(self, run: Run) -> None:
-        """How many columns it leaves on the cache: those of all its texts."""
-
-    def check(self, adapter: Adapter, length: int) -> None:
-        """Refuses every path, which decodes one text."""
-        raise UnsupportedError(f"{self} is several texts in one forward, and a path decodes one: leave it out.")
-
     @property
     def numbers(self) -> list[int]:
         """How many tokens each text has, none none."""
@@ -62,14 +48,12 @@ class Pack(_Several):
     servers' prefills do.
     """
 
-    proof = ("", "")
-
     def offered(self, run: Run) -> bool:
         """Where the model promises it: several do not hand positions to what makes their masks, and no cache is asked about."""
         # A row reads one source.
         return run.subject.packs and sum(self.numbers) < run.room and not run.subject.reads(run.begins)
 
-    def judged(self, run: Run) -> None:
+    def do(self, run: Run) -> None:
         """Each text against its own plain forward."""
         subject, ends = run.subject, [0]
         texts = [run.tokens(width, run.draw) for width in self.numbers]
@@ -89,8 +73,6 @@ class Tree(_Several):
     that share their prefix. They are fed to a copy of the cache, and the program goes on with the original.
     """
 
-    proof = ("", "")
-
     def offered(self, run: Run) -> bool:
         """Where a 4D mask is taken and every layer holds all columns."""
         layers = getattr(run.cache, "layers", None) or [None]
@@ -101,7 +83,7 @@ class Tree(_Several):
         counts = run.program.rows.told != "mask_alone" or not any(run.program.rows.pads)
         return bool(whole and takes and fits and counts and not any(run.pads))
 
-    def judged(self, run: Run) -> None:
+    def do(self, run: Run) -> None:
         """Each way against the plain forward of its row's text and itself."""
         subject, columns, width = run.subject, run.ids.shape[1], sum(self.numbers)
         ways = [[run.tokens(n, run.draw) for n in self.numbers] for _ in run.texts]
@@ -156,6 +138,9 @@ def _judge(run: Run, logits: Tensor, parts: Sequence[Part], plain: object) -> No
         raise WrongError(f"logits of {logits.shape[1]} columns for {columns}")
     rights = [run.right(logits[r, c : c + count], text, len(text) - count, len(text)) for r, c, text, count in parts]
     for (row, begin, text, count), right in zip(parts, rights, strict=True):
+        if run.hear is not None:
+            run.hear(logits[row, begin : begin + count], right, text)
+            continue
         each = [apart(got, want) for got, want in zip(logits[row, begin : begin + count], right, strict=True)]
         at = each.index(max(each))
         run.worst = max(run.worst, each[at])

@@ -5,13 +5,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 import random
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
-from kvinterp.auditing.programs.program import Operation, Runs
+from kvinterp.auditing.programs.program import Operation
 from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.subject import Subject
 from kvinterp.models.caches import offers
@@ -26,7 +24,6 @@ class Moved(Operation):
 
     method: ClassVar[str]
     """The cache's."""
-    proof = ("rows moved", "no row was moved")
 
     def offered(self, run: Run) -> bool:
         """Where the cache and its layers have the method."""
@@ -43,14 +40,12 @@ class Moved(Operation):
         """What the method is given."""
         return torch.tensor(rows)
 
-    def do(self, run: Runs) -> Iterable[Tensor]:
+    def do(self, run: Run) -> None:
         """Moves them; what is fed next is judged."""
         rows = self.order(before := len(run.mask))
         asked = self.asked(rows, before)
         run.tries(self.method, f"cache.{self.method}({asked if isinstance(asked, int) else f'torch.tensor({rows})'})")
         run.select(rows, self.method, asked)
-        run.count("rows moved", len(rows))
-        return ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +117,6 @@ class Join(Operation):
     """Another request, which a cache of its own holds, joins the batch, as servers that batch continuously do; not drawn."""
 
     weight = 0
-    proof = ("rows joined", "no row joined")
 
     def offered(self, run: Run) -> bool:
         """Where every layer holds keys and values and nothing else."""
@@ -134,7 +128,7 @@ class Join(Operation):
         )
         return plain and not any(run.pads) and run.subject.rows > 1
 
-    def do(self, run: Runs) -> Iterable[Tensor]:
+    def do(self, run: Run) -> None:
         """Feeds it as many columns as there are, and puts its rows under the others."""
         run.tries("rows that join", "kept = cache")
         ids = run.other(run.ids.shape[1])
@@ -142,5 +136,3 @@ class Join(Operation):
         run.lines.append("for mine, theirs in zip(kept.layers, cache.layers):")
         run.lines += [f"    mine.{name} = torch.cat([mine.{name}, theirs.{name}])" for name in ("keys", "values")]
         run.lines.append("cache = kept")
-        run.count("rows joined")
-        return ()

@@ -5,17 +5,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvinterp.auditing.programs.program import Operation, Runs
+from kvinterp.auditing.programs.program import Operation
 from kvinterp.auditing.programs.running import Run, WrongError
 from kvinterp.auditing.programs.subject import Subject
-from kvinterp.errors import UnsupportedError
-from kvinterp.models import Adapter
 
 SPOILS = (
     "kept = copy.deepcopy(cache)",
@@ -31,8 +28,6 @@ class Spoil(Operation):
     bit, the cache is not read, and what was right in other programs was computed without it.
     """
 
-    proof = ("", "")
-
     @classmethod
     def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Spoil:
         """It has no number."""
@@ -42,13 +37,8 @@ class Spoil(Operation):
         """Where the subject is a transformers model itself."""
         return super().offered(run) and run.subject.native and run.ids.shape[1] + 3 <= run.room and not any(run.pads)
 
-    def do(self, run: Runs) -> Iterable[Tensor]:
-        """Feeds both; the program goes on with the original."""
-        self.compared(run)
-        return ()
-
-    def compared(self, run: Run) -> None:
-        """The same.
+    def do(self, run: Run) -> None:
+        """Feeds both; the program goes on with the original.
 
         Raises:
             WrongError: The logits are the same.
@@ -69,10 +59,6 @@ class Spoil(Operation):
             run.lines += [*SPOILS, line, "before, cache = logits, kept", line]
             run.lines.ends = "print(torch.equal(before, logits))", "True"
             raise WrongError("a decode step is the same to the bit whatever numbers the cache holds: it is not read")
-
-    def check(self, adapter: Adapter, length: int) -> None:
-        """Refuses every path, whose cache is read by whoever compares it."""
-        raise UnsupportedError(f"{self} asks whether the cache is read, in audits alone: leave it out.")
 
 
 def _other(value: Any, changed: list[Tensor], known: dict[int, Any]) -> Any:
