@@ -43,6 +43,7 @@ def test_shades_are_units_of_rounding_and_the_worst_sequence_is_first() -> None:
     looks = [sequence["tokens"] for sequence in found["sequences"]]
     first = looks[0]
     assert found["sequences"][0]["name"] == "s3"
+    assert found["sequences"][0]["number"] == 4, "line 1 and the map count from 1"
     assert len(found["sequences"]) == 8
     assert [look for _, look, _ in first[8:12]] == ["p", "p", "", ""], "half a unit has no shade"
     assert first[20][1] == "a4 s"

@@ -83,7 +83,7 @@ def _rendered(verdict: Verdict, **more: Any) -> str:
 
 
 def _map(verdict: Verdict) -> Any:
-    """The picture of the distances by sequence and position, white where they are at most our own mean rounding."""
+    """The picture of the distances by sequence and position, faintest up to our own mean rounding, and its first sequence."""
     table, summary = verdict.tokens, verdict.given
     if table is None or "where" not in summary:
         return None
@@ -103,10 +103,9 @@ def _map(verdict: Verdict) -> Any:
     panel = Panel(
         cells, "position", "sequence", "map", "nats", label="largest distance (nats)" if step > 1 else "distance (nats)"
     )
-    return picture(
-        draw_chart(Chart("Distance by sequence and position", [panel]), [verdict.provenance]),
-        "The distance by sequence and position",
-    )
+    chart = draw_chart(Chart("Distance by sequence and position", [panel]), [verdict.provenance])
+    shown = picture(chart, "The distance by sequence and position")
+    return {"picture": shown, "first": int(cells["sequence"].min())}
 
 
 def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: int | None = None) -> dict[str, Any]:
@@ -123,6 +122,8 @@ def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: i
     table = table.assign(units=table["difference"] / size, gap=gap)
     groups = table.groupby("sequence", observed=True)
     order = groups["gap"].agg(["mean", "max", "count"]).sort_values("mean", ascending=False, kind="stable")
+    # As line 1 and the map count them; the name is the file's.
+    numbers = {name: number for number, name in enumerate(table["sequence"].unique(), 1)}
     sequences, room = [], TOKENS
     for name, mean, largest, count in order.itertuples():
         if room <= 0:
@@ -130,6 +131,7 @@ def shaded(table: pd.DataFrame, unit: tuple[float, str] | None = None, begins: i
         rows = groups.get_group(name)
         sequences.append({
             "name": in_one_line(name),
+            "number": numbers[name],
             "mean": mean,
             "largest": largest,
             "given": count,
