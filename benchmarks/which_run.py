@@ -49,10 +49,12 @@ def settings(only: list[str]) -> Iterator[tuple[str, str, str, str, str]]:
         if "random" in only:
             yield from (("random", f"random {name}", dtype, "generate", "tokens") for name in RANDOM)
         if "smollm2" in only:
-            yield from (("SmolLM2", SMOLLM2, dtype, "generate", texts) for texts in ("natural", "natural, long"))
+            yield "SmolLM2", SMOLLM2, dtype, "generate", "natural"
     if "caches" in only:
         yield from (("SmolLM2", SMOLLM2, "bfloat16", run, "natural") for run in CACHES)
         yield from (("zoo", "zoo:gqa2-mini", "bfloat16", run, "arithmetic") for run in CACHES[:2])
+    if "smollm2" in only:
+        yield from (("SmolLM2", SMOLLM2, dtype, "generate", "natural, long") for dtype in reversed(DTYPES))
 
 
 def model_of(name: str, dtype: str) -> Any:

@@ -260,6 +260,10 @@ class Recording(Recorder, WatchesPasses):
 
     def pass_begins(self, new: int, cached: int) -> None:
         """Begins a step."""
+        batch, call = self._batches[-1] if self._batches else None, self._calls.call
+        if batch is not None and call in batch.calls and not cached and new < batch.end:
+            # A generate() goes on with a cache that took no row: what it computes are still the text's next columns.
+            cached = batch.end
         self._now = cached, new
         self._write_parts()
         self._lay_window(cached, new)

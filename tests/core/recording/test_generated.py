@@ -246,19 +246,26 @@ def test_what_is_told() -> None:
     assert "cached): 9 prompt tokens, 2 generated, resid_post of 1 layers at 10 positions" in repr(text)
 
 
-def test_a_cache_that_is_not_read_is_said() -> None:
-    """A bridge that ignores its cache: the texts say so."""
+@pytest.mark.parametrize("takes", ["takes rows", "takes none"])
+def test_a_cache_that_is_not_read_is_said(takes: str) -> None:
+    """A bridge that ignores its cache, or does not even fill it (transformers 5.24): one text, which says so."""
     model = kv.load_model("zoo:gqa2-mini", kind="bridge", dtype="float32")
     from transformers import DynamicCache
 
     keep = DynamicCache.update
+
+    def update(self: Any, keys: Any, values: Any, *rest: Any, **more: Any) -> Any:
+        if takes == "takes rows":
+            keep(self, keys, values, *rest, **more)
+        return keys, values
+
     try:
-        DynamicCache.update = lambda self, keys, values, *rest, **more: (
-            keep(self, keys, values, *rest, **more),
-            (keys, values),
-        )[1]
+        DynamicCache.update = update
         with pytest.warns(kv.CacheNotReadWarning):
-            (text,) = kv.generated(model, PROMPTS[0], "resid_post", max_new_tokens=3)
+            (text,) = kv.generated(model, PROMPTS[0], "resid_post,pattern", max_new_tokens=3, logits="keep")
     finally:
         DynamicCache.update = keep
     assert text.path.startswith("cached, not read: one token fed after 9 saw 1 key")
+    assert (len(text.prompt), len(text.tokens), len(text.positions), len(text.logits)) == (9, 3, 11, 3)
+    alone = text["pattern", 0][:, 9:]
+    assert torch.equal(alone, torch.eye(11)[9:].expand_as(alone)), "each step attended to its own row alone"
