@@ -33,7 +33,9 @@ def prepared(change):
         @functools.wraps(base.prepare_inputs_for_generation)
         def prepare(self, *args, **given):
             made = base.prepare_inputs_for_generation(self, *args, **given)
-            return made | change(made)
+            # A fault of the cache: without one, and where embeddings are given, nothing is changed.
+            cached = made.get("past_key_values") is not None and made.get("input_ids") is not None
+            return made | change(made) if cached else made
 
         own = {"prepare_inputs_for_generation": prepare, "__module__": base.__module__}
         model.__class__ = type(base.__name__, (base,), own)

@@ -150,13 +150,18 @@ class Generate(Operation):
         # An encoder-decoder's generate() makes no mask of its own, by which it tells old columns from new ones.
         needed = needed or (run.filled and "source" in run.subject.reads(run.begins))
         told = full if needed and "attention_mask" in run.subject.takes else None
-        end = self._end(run, prompt, told) if self.how == "ends" else None
+        name = f"{name}{PADDED}" if padded else name
+        try:
+            end = self._end(run, prompt, told) if self.how == "ends" else None
+        except Exception:
+            run.tries(name)  # What the model raises is said of this use.
+            raise
         if self.how == "ends" and end is None:
             back()  # No token ends one row before another.
             return
         if self.count > 1:
             run.tries("decode step")
-        run.tries(f"{name}{PADDED}" if padded else name)
+        run.tries(name)
         lengths = [len(text) for text in run.texts]
         given: Any = prompt if texts is None else texts
         run.pending, run.without = (ids, mask), lambda: self._uncached(run, given, told, lengths)
