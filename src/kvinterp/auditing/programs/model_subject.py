@@ -139,9 +139,14 @@ class ModelSubject(Subject):
         return float(max([self.noise, *nulls]) ** 0.5)
 
     def holds(self, program: Program) -> bool:
-        """Told of a mask alone a model turns keys by other positions, and a cache that loses loses other things."""
+        """Whether what is right is known: not of a 4D mask past a window, nor of what a lossy cache loses otherwise.
+
+        Told of a mask alone a model turns keys by other positions, and a cache that loses loses other things.
+        """
         alone = program.rows.told == "mask_alone" and any(program.rows.pads)
-        return not (self.lossy and (alone or program.rows.ways))
+        windows = self.adapter.facts.windows if program.rows.told in MASKS else ()
+        # A 4D mask has a column a token; over a window a cache holds fewer, and the forward without one sees past it.
+        return program.columns <= min(windows, default=program.columns) and not (self.lossy and (alone or program.rows.ways))
 
     def fresh(self) -> Any:
         """A new cache of the kind that is asked about."""
