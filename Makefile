@@ -122,6 +122,8 @@ figures: real
 	cp $(MADE)/kv-error-where/figures/kv_error.png figures/kv_error_where.png
 	cp $(MADE)/flips/figures/susceptibility.png $(MADE)/mitigate/figures/mitigations.png $(MADE)/law/figures/flip_law.png figures/
 	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python tools/sae/train.py real:smollm2-135m --layer 15 --tokens 56 --steps 1000 --out $(MADE)/sae
+	$(BIN)/python benchmarks/which_run.py --sae $(MADE)/sae
 COMMA := ,
 
 zoo: $(STAMP)

@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--sae", nargs="*", default=[], help="autoencoders of SmolLM2, as tools/sae/train.py writes them")
     parser.add_argument("--texts", type=int, default=6)
     parser.add_argument("--new", type=int, default=24)
-    parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks" / "results" / "which_run.jsonl")
+    parser.add_argument("--rows", type=Path, default=ROOT / "out" / "which_run.jsonl")
     parser.add_argument("--figure", type=Path, default=ROOT / "figures" / "which_run.png")
     given = parser.parse_args()
     torch.set_num_threads(1)
