@@ -76,7 +76,6 @@ def test_what_nothing_would_read_is_refused():
         "tokenizer=3 was given: expected a tokenizer": lambda: kv.wrap(model.model, tokenizer=3),
         "tokenizer=3 " + unread: lambda: kv.wrap(model, tokenizer=3),
         "name='other' " + unread: lambda: kv.wrap(model, name="other"),
-        "seed=3 " + unread: lambda: bench.ask([1, 2, 3], seed=3),
         "other=.* " + unread: lambda: bench.ask([1, 2, 3], other=[1, 2, 4]),
         "kind='bridge' " + unread: lambda: kv.patch_panel(model, kind="bridge"),
         "unknown kernel mode 'nope'": lambda: kv.patch_panel(model, kernels="nope"),

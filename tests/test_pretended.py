@@ -296,8 +296,7 @@ VERBS: dict[str, Callable[[kv.Adapter], Any]] = {
     "traces": lambda m: kv.compare_traces(*(kv.run(m, PROMPT, path, **KEPT) for path in ("cached", "cached+int4"))),
     "attention": lambda m: kv.attention_comparison(m, PROMPT, step=2).heads,
     "activation patching": lambda m: kv.activation_patching(m, PROMPT, OTHER, "resid_pre", progress="none"),
-    "mean donor": lambda m: ablated(m, kv.mean_donor(m, [PROMPT, OTHER], "z")),
-    "resampled donor": lambda m: ablated(m, kv.resample_donor(m, [PROMPT, OTHER], "z")),
+    "zeros": lambda m: ablated(m, "zero"),
     "audit": lambda m: audited(m),
     "save and load": lambda m: kv.Trace.load(kv.run(m, PROMPT, **KEPT).save(tempfile.mkdtemp())),
 }

@@ -7,7 +7,7 @@ from kvinterp.patching.clean_corrupted import ActivationPatching, activation_pat
 from kvinterp.patching.continuing import PatchedGeneration, patched_generation
 from kvinterp.patching.decomposition import Decomposition, decompose
 from kvinterp.patching.distances import DISTANCES
-from kvinterp.patching.donors import donor_trace, mean_donor, resample_donor
+from kvinterp.patching.donors import donor_trace
 from kvinterp.patching.localising import Cause, localise
 from kvinterp.patching.patch import PATCH_SITES, Patch
 from kvinterp.patching.planted import Plant
@@ -39,10 +39,8 @@ __all__ = [
     "donor_trace",
     "highest_kl",
     "localise",
-    "mean_donor",
     "patched",
     "patched_generation",
-    "resample_donor",
     "steer",
     "sweep",
 ]

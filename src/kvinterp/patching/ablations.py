@@ -1,9 +1,7 @@
-"""Donors of patches that are no trace: ablations, and a user's own tensors or functions.
+"""Donors of patches that are no trace: zeros, and a user's own tensors or functions.
 
-Ablations are zeros, the mean of other prompts' rows, or rows drawn from them. Mean and resample share one pool: the rows of all
-positions of some prompts at the site, so these prompts need not be of equal length. For another prompt's rows position by
-position, use its trace as the donor. A user may give a tensor, TransformerLens's ``ActivationCache``, or a function of the
-activation (steering).
+For another prompt's rows position by position, use its trace as the donor. A user may give a tensor (such as the mean of what
+other prompts recorded), TransformerLens's ``ActivationCache``, or a function of the activation (steering).
 """
 
 from __future__ import annotations
@@ -18,52 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.common.draws import draws
 from kvinterp.errors import InputError
 from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import hook_name
 from kvinterp.models.sites import LAYOUTS
 
-ABLATIONS = {
-    "zero": "zeros",
-    "mean": "the mean of the rows of given prompts, over all their positions and over the prompts",
-    "resample": "for each position a row drawn, with a seed, from those of given prompts, of any of their positions",
-}
+ABLATIONS = {"zero": "zeros"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Ablation:
-    """A donor whose rows do not depend on the patched run.
+    """A donor whose rows do not depend on the patched run: zeros.
 
     Attributes:
         name: A name of ABLATIONS.
-        pool: For each site and layer the rows of the prompts, without the batch dimension; empty for zeros.
-        seed: Seeds the draws.
     """
 
     name: str
-    pool: Mapping[Site, Tensor] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    seed: int = 0
 
-    def rows(self, site: str, layer: int, start: int, like: Tensor) -> Tensor:
-        """Returns the rows that replace a tensor of a site.
-
-        Args:
-            site: The site.
-            layer: The layer.
-            start: The absolute position of the first row.
-            like: The tensor, with the batch dimension; only its shape, dtype and device matter.
-        """
-        if self.name == "zero":
-            return torch.zeros_like(like)
-        pool, axis = self.pool[site, layer], LAYOUTS[site].rows - 1
-        if self.name == "mean":
-            pool = pool.double().mean(axis, keepdim=True)
-        # The draw depends on the position alone, so it is the same in every layer, site and forward.
-        count, positions = pool.shape[axis], range(start, start + like.shape[axis + 1])
-        indices = [int(draws((self.seed, 0), 1, (0, position, 0, 0))[0] * count) for position in positions]
-        rows = pool.index_select(axis, torch.tensor(indices, device=pool.device))
-        return rows.to(like).expand(len(like), *rows.shape)
+    def rows(self, like: Tensor) -> Tensor:
+        """The rows that replace a tensor of a site, ``like``, of which shape, dtype and device matter."""
+        return torch.zeros_like(like)
 
 
 ZERO = Ablation("zero")

@@ -29,7 +29,6 @@ from kvinterp.models.threads import own_threads
 from kvinterp.patching.ablations import ABLATIONS, ZERO, Ablation
 from kvinterp.patching.clean_corrupted import check_aligned
 from kvinterp.patching.distances import DISTANCES, check_finite, distances_of
-from kvinterp.patching.donors import mean_donor, resample_donor
 from kvinterp.patching.hook import PatchHook, read_changes
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, check_patch_site, stored_sites
 from kvinterp.patching.recompute import PureRecompute
@@ -63,7 +62,6 @@ class Asked:
         positions: As in :class:`Patch`; None for the newest, or for all of the cache.
         direction: A direction of DIRECTIONS.
         donor: A name of DONORS.
-        seed: Seeds the draws of ``"resample"``.
     """
 
     site: str = "resid_post"
@@ -73,7 +71,6 @@ class Asked:
     positions: Positions | None = None
     direction: str = "into-recompute"
     donor: str = "path"
-    seed: int = 0
 
     def __post_init__(self) -> None:
         check_choice("direction", self.direction, DIRECTIONS)
@@ -269,7 +266,6 @@ class PatchBench:
         self.prompt: tuple[int, ...] = ()
         self.other: tuple[int, ...] = ()
         self._traces: dict[Any, Trace] = {}
-        self._pools: dict[Any, Ablation] = {}
         self._null: float | None = None
         self._paths = paths_of(cached, recompute, kernels)
 
@@ -286,7 +282,6 @@ class PatchBench:
         positions: Positions | None = None,
         donor: str = "path",
         other: Any = None,
-        seed: int = 0,
     ) -> PatchAnswer:
         """Runs a patch and returns what it recovers, or what an ablation does.
 
@@ -300,9 +295,7 @@ class PatchBench:
             top: How many top tokens of each run to return.
             positions: As in :class:`Asked`.
             donor: As in :class:`Asked`.
-            other: Another prompt, for the donors ``"prompt"``, ``"mean"`` and ``"resample"``. Without one, ``"mean"`` is over
-                the prompt's own positions.
-            seed: As in :class:`Asked`.
+            other: Another prompt, for the donor ``"prompt"``.
 
         Raises:
             InputError: An argument names something that does not exist.
@@ -312,10 +305,8 @@ class PatchBench:
         site, hook_layers = one_site(self.adapter, site, None)
         layers = chosen_layers(self.adapter, hook_layers or layer)
         layer = layers[0] if len(layers) == 1 else tuple(layers)
-        question = Asked(site, layer, head, step, positions, direction, donor, seed)
-        if donor != "resample":
-            check_unread("seed", seed, 0, f"donor {donor!r} draws nothing; leave it out, or give donor='resample'")
-        if donor in ("path", "zero"):
+        question = Asked(site, layer, head, step, positions, direction, donor)
+        if donor != "prompt":
             check_unread("other", other, None, f"donor {donor!r} gives without another prompt; give donor='prompt'")
         self.turn_to(prompt, other)
         return self.answer(question, top)
@@ -386,11 +377,9 @@ class PatchBench:
         if tokens != self.prompt:
             self._null = None
             self._traces.clear()
-            self._pools.clear()
             self._pure = PureRecompute(self.adapter, self._paths["recompute"])
         elif other_tokens != self.other:
             self._traces = {key: trace for key, trace in self._traces.items() if key[1] == "prompt"}
-            self._pools.clear()
         self.prompt, self.other = tokens, other_tokens
 
     def _null_of(self) -> float:
@@ -439,18 +428,6 @@ class PatchBench:
             )
         return self._traces[key]
 
-    def _ablation(self, question: Asked) -> Ablation:
-        if question.donor == "zero":
-            return ZERO
-        key, resample = (question.donor, question.site, question.layer, question.seed), question.donor == "resample"
-        if resample and not self.other:
-            raise InputError("donor 'resample' draws another prompt's rows and none was given: give other='a text'.")
-        if key not in self._pools:
-            self.runs += 1
-            pool: Any = (self.adapter, [list(self.other or self.prompt)], question.site, question.layer)
-            self._pools[key] = resample_donor(*pool, seed=question.seed) if resample else mean_donor(*pool)
-        return self._pools[key]
-
     # The patched run ---------------------------------------------------------------------------------------------------
 
     def _measure(
@@ -497,7 +474,7 @@ class PatchBench:
 
     def _donor(self, question: Asked) -> Trace | Ablation:
         if question.ablates:
-            return self._ablation(question)
+            return ZERO
         if question.donor == "path":
             return self._trace(question.other, "prompt", question)
         if not self.other:

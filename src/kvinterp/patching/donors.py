@@ -1,24 +1,23 @@
-"""Donors of patches: a trace's rows by step and absolute position, and ablations made of other prompts."""
+"""Donors of patches: a trace's rows by step and absolute position."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvinterp.common.checks import check_instance, check_seed, check_whole
-from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, unexpected
-from kvinterp.models import Adapter, wrap
+from kvinterp.common.checks import check_instance
+from kvinterp.errors import InputError, UnsupportedError, unexpected
+from kvinterp.models import Adapter
 from kvinterp.models.attaching import Site
-from kvinterp.models.hook_names import hook_name, site_of
-from kvinterp.models.inputs import chosen_layers, listed, token_ids
-from kvinterp.models.sites import LAYOUTS, ROWS, listed_names
+from kvinterp.models.hook_names import hook_name
+from kvinterp.models.inputs import chosen_layers, token_ids
+from kvinterp.models.sites import LAYOUTS, ROWS
 from kvinterp.patching.ablations import Ablation, HandedRows
-from kvinterp.patching.patch import Patch, check_patch_site, stored_sites
-from kvinterp.paths import run
+from kvinterp.patching.patch import Patch, stored_sites
 from kvinterp.recording import Recorder, Trace
 from kvinterp.recording.activation_cache import is_activation_cache, records_of
 
@@ -29,17 +28,16 @@ def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation | Handed
     Raises:
         InputError: It lacks a site, a layer or a step, or its prompt was tokenised otherwise.
     """
+    if isinstance(donor, Ablation):
+        return
     layers = chosen_layers(adapter, patch.layers)
-    tensors: Mapping[Site, Any] = donor.pool if isinstance(donor, Ablation) else donor.records
+    tensors: Mapping[Site, Any] = donor.records
     for site, layer in itertools.product(stored_sites(adapter, patch.site), layers):
-        if isinstance(donor, Ablation):
-            name = f"{donor.name} donor"
-            remedy = f"make it with that site, kv.{donor.name}_donor(model, prompts, {site!r})"
-        elif isinstance(donor, HandedRows):
+        if isinstance(donor, HandedRows):
             name, remedy = donor.name, f"let run_with_cache keep {hook_name(site, layer)}"
         else:
             name, remedy = "donor trace", f"run the donor with record={site!r}"
-        # Zeros, a tensor and a function fit every site.
+        # A tensor and a function fit every site.
         if (site, layer) not in tensors and (tensors or isinstance(donor, Trace)):
             have = ", ".join(sorted({place[0] for place in tensors})) or "nothing"
             raise InputError(f"the {name} holds no {site!r} of layer {layer} (it has {have}): {remedy}.")
@@ -154,97 +152,3 @@ def _token_ids(name: str, ids: object) -> list[int]:
     if tokens is None:
         raise unexpected(name, ids, "a list of token ids")
     return tokens
-
-
-# Ablations -------------------------------------------------------------------------------------------------------------
-
-
-def mean_donor(
-    model: Any, prompts: Any, sites: str | Sequence[str], layers: Iterable[int] | int | None = None, *, first: int = 0
-) -> Ablation:
-    """Makes a donor of patches that gives the mean of some prompts' rows, over all positions of all prompts.
-
-    Every row counts the same, so a longer prompt counts more. With one prompt it is the mean over its positions.
-
-    Args:
-        model: A model of any kind, or an adapter.
-        prompts: One prompt or a list; they need not be of equal length.
-        sites: Sites to be patched: names of PATCH_SITES or of TransformerLens's hooks, except the pattern, whose rows have as
-            many keys as positions. Keys in a cache carry their position after RoPE, which their mean loses; ablate ``k`` for the
-            mean before RoPE.
-        layers: Layers (default: all).
-        first: The first position that counts; 1 leaves out position 0, where many models have an attention sink.
-
-    Raises:
-        InputError: An argument names something that does not exist, or no position is left.
-        UnsupportedError: This model does not show the site, or its rows have no mean.
-
-    Example:
-        >>> mean = kv.mean_donor(model, prompts, "z")  # doctest: +SKIP
-        >>> with kv.patched(model, kv.Patch("z", (3,), heads=(1,), positions="all", donor=mean)):  # doctest: +SKIP
-        ...     model(tokens)
-    """
-    return Ablation("mean", _pool(model, prompts, sites, layers, first))
-
-
-def resample_donor(
-    model: Any,
-    prompts: Any,
-    sites: str | Sequence[str],
-    layers: Iterable[int] | int | None = None,
-    *,
-    seed: int = 0,
-    first: int = 0,
-) -> Ablation:
-    """Makes a donor of patches that gives rows drawn at random from other prompts.
-
-    For each position one prompt and position is drawn, the same in all layers and at all sites. To resample position by
-    position, use a trace of another prompt of the same length as the donor.
-
-    Args:
-        model: A model of any kind, or an adapter.
-        prompts: One prompt or a list, other than the one to be patched; they need not be of equal length.
-        sites: As for :func:`mean_donor`.
-        layers: As for :func:`mean_donor`.
-        seed: Seeds the draws.
-        first: As for :func:`mean_donor`.
-
-    Raises:
-        InputError: An argument names something that does not exist, or no position is left.
-        UnsupportedError: This model does not show the site, or its rows cannot be exchanged.
-    """
-    return Ablation("resample", _pool(model, prompts, sites, layers, first), check_seed(seed))
-
-
-def _pool(
-    model: Any, prompts: Any, sites: str | Sequence[str], layers: Iterable[int] | int | None, first: int
-) -> dict[Site, Tensor]:
-    adapter, first = wrap(model), check_whole("first", first, 0)
-    places = [site_of(name) if isinstance(name, str) else (name, None) for name in listed_names(sites)]
-    if not places:
-        raise InputError("sites=[] was given: expected at least one name, such as 'z'.")
-    names, hook_layers = zip(*places, strict=True)
-    if layers is None and all(hook_layers):
-        layers = sorted({layer for of_hook in hook_layers for layer in of_hook})
-    for name in names:
-        check_patch_site(name)
-    if "pattern" in names:
-        raise UnsupportedError(
-            "the rows of a pattern have as many keys as there are positions, so that those of one position do not fit another: "
-            "ablate it with donor='zero', or give the trace of another prompt of the same length."
-        )
-    recorded = tuple(dict.fromkeys(stored for name in names for stored in stored_sites(adapter, name)))
-    items, _ = listed(prompts, adapter.tokenizer)
-    traces = run(adapter, items, "recompute", max_new_tokens=1, record=recorded, layers=layers, positions="all")
-    failure = next((trace.failure for trace in traces if trace.failure), "")
-    if failure:
-        raise NonFiniteError(failure)
-    if first >= max(len(trace.prompt) for trace in traces):
-        raise InputError(f"first={first} leaves no position of the prompts given: give a smaller one, or longer prompts.")
-    pool: dict[Site, Tensor] = {}
-    for site, layer in traces[0].records:
-        if site != ROWS:
-            axis = LAYOUTS[site].rows - 1
-            tensors = [trace.records[site, layer][0].tensor_split([first], axis)[1] for trace in traces]
-            pool[site, layer] = torch.cat(tensors, axis)
-    return pool

@@ -206,7 +206,7 @@ class PatchHook(PathHook):
         if isinstance(patch.donor, HandedRows):
             return low, patch.donor.rows(site, layer, start, like, low, high)
         if isinstance(patch.donor, Ablation):
-            return start, patch.donor.rows(site, layer, start, like)
+            return start, patch.donor.rows(like)
         if patch.donor is None:
             if self.window is None:
                 raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")

@@ -51,8 +51,8 @@ class Patch:
             the same on both), ``"first"`` (step 1, the first decode step), or a tuple of steps.
         donor: The trace to take from, recorded with the site at the positions moved (``positions="all"`` unless newest), of
             the same prompt or of another. Positions are matched by their absolute number, so its prompt has as many tokens
-            as the patched one's; :func:`donor_trace` makes one of the user's own recorded forwards. Or an ablation:
-            ``"zero"``, or the result of :func:`mean_donor` or :func:`resample_donor`. Or TransformerLens's
+            as the patched one's; :func:`donor_trace` makes one of the user's own recorded forwards. Or
+            ``"zero"``, an ablation. Or TransformerLens's
             ``ActivationCache``; a tensor whose shape torch broadcasts to the activation's; or a function of the activation
             (steering), which may take TransformerLens's hook as well.
 
@@ -86,8 +86,8 @@ class Patch:
                 self.donor,
                 (Trace, Ablation, HandedRows),
                 "a trace, of kv.run(...) (of several prompts, or ids [1, position], it returns a list: take one of it) or of "
-                "kv.donor_trace(recorder, prompt); or an ablation, 'zero', kv.mean_donor(model, prompts, site) or "
-                "kv.resample_donor(model, prompts, site); or an ActivationCache, a tensor, or a function of the activation",
+                "kv.donor_trace(recorder, prompt); or the ablation 'zero'; or "
+                "an ActivationCache, a tensor, or a function of the activation",
             )
         set_field("positions", positions_of(self.positions))
         set_field(

@@ -113,10 +113,8 @@ def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> Data:
 def code_of(question: Asked, prompt: str, other: str, bench: str) -> str:
     """The call that gives the same answer, for a model named ``model``, on a bench made of these arguments."""
     options = {name: value for name, value in vars(question).items() if value != getattr(Asked, name)}
-    if question.donor not in ("path", "zero") and other.strip():
+    if question.donor == "prompt" and other.strip():
         options["other"] = other
-    if question.donor != "resample":
-        options.pop("seed", None)
     choices = "".join(f", {name}={value!r}" for name, value in options.items())
     return f"kv.PatchBench(model, {bench}).ask({prompt!r}{choices})"
 
@@ -157,8 +155,6 @@ def question_in_words(question: Asked, heads: tuple[int, str], last_step: int) -
         "path": f"the {question.other} path's",
         "prompt": "those of the other prompt, which is fed the same tokens",
         "zero": "zeros",
-        "mean": "the mean over the positions of the other prompt, or without one of this prompt",
-        "resample": f"rows drawn from the other prompt's positions (seed {question.seed})",
     }[question.donor]
     return f"{place}, at {where}, {when}: replaced in the {question.into} path by {source}."
 

@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from browser import IN_A_BROWSER, Opened
 
 import kvinterp as kv
+from browser import IN_A_BROWSER, Opened
 from kvinterp.common.numbers import number
 from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.errors import InputError

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 
+from browser import EVIL, IN_A_BROWSER, Opened, check_markup, check_page
 from kvinterp.comparison import Comparison
 from kvinterp.report.page import render
 from kvinterp.report.tokens import changes

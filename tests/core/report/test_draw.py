@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import IN_A_BROWSER, Opened
 
+from browser import IN_A_BROWSER, Opened
 from kvinterp.report.page import script, styles
 
 pytestmark = IN_A_BROWSER

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from browser import EVIL
 from matplotlib.image import imread
 
+from browser import EVIL
 from kvinterp.report.style import CMAP, SERIES, sheet
 from kvinterp.report.svg import inline
 

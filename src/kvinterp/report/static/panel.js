@@ -98,9 +98,7 @@ function render({ model, el }) {
     return [name, text, element("label", { class: "kv-across" }, element("span", {}, title), text)];
   };
   const areas = [area("prompt", "Prompt, which is patched"),
-    area("other", "Other prompt, for the donors prompt, mean and resample")];
-  const seed = element("input", { type: "number", name: "seed", step: 1,
-    onchange: () => ask({ seed: Math.trunc(Number(seed.value)) || 0 }) });
+    area("other", "Other prompt, for the donor prompt")];
   const undo = element("button", { type: "button", name: "undo", onclick: () => {
     const tried = model.get("tried");
     goBack(tried.entries[tried.at].before);
@@ -114,8 +112,6 @@ function render({ model, el }) {
     const asked = model.get("asked"), choices = model.get("choices"), tried = model.get("tried");
     for (const [name, of] of choosers) of.show(choices[name] ?? [], asked[name]);
     for (const [name, text] of areas) if (document.activeElement !== text) text.value = asked[name];
-    seed.value = asked.seed;
-    seed.disabled = asked.donor !== "resample";
     showTokens(tokens, choices.tokens ?? [], asked.positions, (positions) => ask({ positions }));
     reset.disabled = tried.at <= 0;
     undo.disabled = tried.at < 0 || tried.entries[tried.at].before === tried.at;
@@ -132,8 +128,7 @@ function render({ model, el }) {
   el.replaceChildren(
     element("div", { class: "kv-controls" }, ...areas.map(([, , label]) => label),
       element("div", { class: "kv-across" }, element("span", { class: "kv-soft" },
-        "Positions: click a token, with Shift a range; underlined where the other prompt has another token"), tokens), ...choosers.map(([, of]) => of.shown),
-      element("label", {}, element("span", {}, "Seed of resample"), seed)),
+        "Positions: click a token, with Shift a range; underlined where the other prompt has another token"), tokens), ...choosers.map(([, of]) => of.shown)),
     element("div", { class: "kv-actions" }, undo, reset, busy),
     answer,
     element("details", { class: "kv-tried" }, element("summary", {}, "What was tried"), list),
