@@ -28,7 +28,7 @@ from kvinterp.models.attaching import Site
 from kvinterp.models.hook_names import place_of, places_of
 from kvinterp.models.inputs import encode_all
 from kvinterp.models.provenance import provenance
-from kvinterp.models.sites import LAYOUTS
+from kvinterp.models.sites import LAYOUTS, ROWS
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, path_named, run
 from kvinterp.recording import Generation, generated, record
@@ -213,9 +213,26 @@ def _wrote(
         records: Mapping[Site, Tensor] = {place: rows[-1] for place, rows in trace.records.items()}
     else:
         passes = [Pass(0, cut, 0), *(Pass(at, at + 1, at) for at in range(cut, count))]
-        pieces = {place: [tensor[None] for tensor in rows] for place, rows in trace.records.items()}
+        pieces = {place: [tensor[None] for tensor in rows] for place, rows in _by_position(trace.records, passes).items()}
         records = Stitched(pieces.__getitem__, list(pieces), passes, 0, (0, count))
     return Generation(trace.prompt, trace.tokens, records, tuple(range(count)), str(path))
+
+
+def _by_position(records: Mapping[Site, list[Tensor]], passes: Sequence[Pass]) -> Mapping[Site, list[Tensor]]:
+    """Patterns with a key at each position: where a policy dropped rows, those that are left lie side by side."""
+    spread = dict(records)
+    for (site, layer), kept in records.items():
+        rows_left = records.get((ROWS, layer))
+        if not LAYOUTS[site].keys or rows_left is None:
+            continue
+        fill = 0.0 if site == "pattern" else -torch.inf
+        spread[site, layer] = []
+        for tensor, rows, here in zip(kept, rows_left, passes, strict=True):
+            # [kv_head, key] for [query_head, query, key]
+            at = rows.repeat_interleave(len(tensor) // len(rows), 0)[:, None].expand_as(tensor).to(tensor.device)
+            whole = tensor.new_full((*tensor.shape[:2], here.stop), fill)
+            spread[site, layer].append(whole.scatter(2, at, tensor))
+    return spread
 
 
 def _recomputed(adapter: Adapter, text: Sequence[int], places: Sequence[Site]) -> Mapping[Site, Tensor]:

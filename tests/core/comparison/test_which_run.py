@@ -65,6 +65,23 @@ def test_a_cache_in_four_bits_is_another_run(model: Any) -> None:
     assert {row["n"] for row in rows_of_runs(found)} == {2}
 
 
+def test_patterns_of_rows_that_are_left_stand_at_their_positions(model: Any) -> None:
+    """An attention sink kept its place beside the newest keys, and a head that looks at it was said to look elsewhere."""
+    prompt = kv.load_prompts("arithmetic:1")[0]
+    found = kv.which_run(model, prompt, run="cached+sinks(2,12)", max_new_tokens=6)
+    changed = found.readouts.query("readout == 'argmax of a head' and part == 'generated'").set_index(["layer", "position"])
+    cut = min(at for _, at in changed.index)
+    trace = kv.run(model, prompt, "cached+sinks(2,12)", record="pattern", positions="all", max_new_tokens=6)
+    text = torch.tensor([[*trace.prompt, *trace.fed]])
+    with kv.record(model, "pattern", positions="all") as seen, torch.no_grad():
+        model.forward(text)
+    for layer in range(model.facts.layers):
+        rows = trace.records["cache_positions", layer][1][0]
+        here = rows[trace.records["pattern", layer][1][:, 0].argmax(-1)]
+        there = seen["pattern", layer][0, :, cut, : cut + 1].argmax(-1)
+        assert changed.loc[(layer, cut), "changed"] == (here != there).double().mean()
+
+
 def test_a_steered_run_is_held_against_a_clean_forward(model: Any) -> None:
     """Above the steered layer the streams part by far more than rounding, below it they do not; and features switch."""
     vector, place = 8.0 * torch.ones(model.facts.width), ("resid_post", 3)
