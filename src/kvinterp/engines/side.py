@@ -578,10 +578,11 @@ class Side:
         return [way for way in ways if way.name in kept]
 
     def _halves(self, rows: Mapping[str, Row], ways: Mapping[str, Way]) -> list[Way]:
-        """Returns the quantised caches of keys or of values alone, of those that are nearest as a whole."""
+        """Returns the quantised caches that are nearest, of keys or of values alone, and in float64, as engines may add them up."""
         fit = {name: mean_gap(self.sample.engine, row, ~self.sample.held_out) for name, row in rows.items()}
-        near = sorted((name for name in fit if [*halves(ways[name])]), key=fit.__getitem__)[:PAIRED]
-        return [half for name in near for half in halves(ways[name])]
+        near = sorted((name for name in fit if ways[name].word == "policy"), key=fit.__getitem__)[:PAIRED]
+        exact = [dataclasses.replace(ways[name], dtype="float64") for name in near if ways[name].dtype != "float64"]
+        return [*exact, *(half for name in near for half in halves(ways[name]))]
 
     def _best_size(self, way: Way) -> Way | None:
         """Returns a cause with the size that is nearest on the tokens that are not held out; None where it has no size."""
