@@ -143,7 +143,11 @@ def test_every_figure_is_shown_is_in_the_index_and_is_made_again() -> None:
     assert there == shown == set(re.findall(r"`(\w+\.png)`", index))
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nfigures:")[2].partition("\nCOMMA")[0]
     copied = {f"root_cause_{name}.png" for name in re.findall(r"for name in ([\w ]+);", recipe)[0].split()}
-    made = copied | set(re.findall(r"(\w+\.png)", recipe)) | {f"{name}.png" for name in re.findall(r"benchmarks/(\w+)\.py", recipe)}
+    made = (
+        copied
+        | set(re.findall(r"(\w+\.png)", recipe))
+        | {f"{name}.png" for name in re.findall(r"benchmarks/(\w+)\.py", recipe)}
+    )
     assert there <= made
 
 

@@ -578,7 +578,7 @@ class Side:
         return [way for way in ways if way.name in kept]
 
     def _halves(self, rows: Mapping[str, Row], ways: Mapping[str, Way]) -> list[Way]:
-        """Returns the quantised caches that are nearest, of keys or of values alone, and in float64, as engines may add them up."""
+        """Returns the quantised caches that are nearest, of keys or values alone, and in float64, as engines may add them up."""
         fit = {name: mean_gap(self.sample.engine, row, ~self.sample.held_out) for name, row in rows.items()}
         near = sorted((name for name in fit if ways[name].word == "policy"), key=fit.__getitem__)[:PAIRED]
         exact = [dataclasses.replace(ways[name], dtype="float64") for name in near if ways[name].dtype != "float64"]

@@ -146,7 +146,9 @@ class ModelSubject(Subject):
         alone = program.rows.told == "mask_alone" and any(program.rows.pads)
         windows = self.adapter.facts.windows if program.rows.told in MASKS else ()
         # A 4D mask has a column a token; over a window a cache holds fewer, and the forward without one sees past it.
-        return program.columns <= min(windows, default=program.columns) and not (self.lossy and (alone or program.rows.ways))
+        return program.columns <= min(windows, default=program.columns) and not (
+            self.lossy and (alone or program.rows.ways)
+        )
 
     def fresh(self) -> Any:
         """A new cache of the kind that is asked about."""
