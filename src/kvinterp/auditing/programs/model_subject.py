@@ -144,7 +144,8 @@ class ModelSubject(Subject):
         Told of a mask alone a model turns keys by other positions, and a cache that loses loses other things.
         """
         alone = program.rows.told == "mask_alone" and any(program.rows.pads)
-        windows = self.adapter.facts.windows if program.rows.told in MASKS else ()
+        # A layer without a window has None.
+        windows = [n for n in self.adapter.facts.windows if n is not None] if program.rows.told in MASKS else []
         # A 4D mask has a column a token; over a window a cache holds fewer, and the forward without one sees past it.
         return program.columns <= min(windows, default=program.columns) and not (
             self.lossy and (alone or program.rows.ways)
