@@ -200,6 +200,20 @@ def test_a_mask_that_changes_is_told_from_what_is_given_beside_the_drawn_token(m
     assert "it is above ours each time" in why(untold), str(untold)
 
 
+@torch.no_grad()
+def test_a_repetition_penalty_is_named_by_its_size_since_it_divides_raw_logits(model: Any) -> None:
+    """It was tried on log-probs, which are all below 0, and a presence penalty was blamed."""
+    texts, rows = texts_of(model), []
+    for ids in texts:
+        logits = model.model(torch.tensor([ids])).logits[0].double()
+        for at in range(len(ids)):
+            seen = sorted(set(ids[: at + 1]))
+            logits[at, seen] = torch.where(logits[at, seen] > 0, logits[at, seen] / 1.2, logits[at, seen] * 1.2)
+        rows.append(planted.chosen(logits, ids))
+    found = audit_engine(model, given(texts, rows), "float32")
+    assert "repetition_penalty=1.2 over prompt and reply" in why(found), str(found)
+
+
 # Weights of another time -----------------------------------------------------------------------------------------------
 
 
