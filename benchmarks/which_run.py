@@ -88,7 +88,7 @@ def measured(found: kv.WhichRun, layers: int) -> list[Row]:
         table = table.assign(block=(table["layer"] * 3 // layers).clip(upper=2))
         for (readout, part), whole in table.groupby(["readout", "part"], sort=False):
             pieces = [("all", whole), *((name, whole[whole["block"] == at]) for name, at in BLOCKS.items())]
-            middle = whole["position"].median()
+            middle = whole.groupby("example")["position"].transform("median")
             pieces += [
                 ("first half", whole[whole["position"] <= middle]),
                 ("second half", whole[whole["position"] > middle]),

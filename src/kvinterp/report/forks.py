@@ -20,15 +20,16 @@ def fork_parts(result: WhichRun) -> Parts:
     if points.empty:
         return [heading, Text(f"At none of {positions} positions do the runs part further than the null does anywhere.")]
     by_example = dict(iter(result.texts.sort_values("position").groupby("example")))
-    head = [Column("text", "number"), Column("position", "number"), Column("part"), Column("the text there", "text")]
+    # On a phone a row is a card, which its first column names.
+    head = [Column("the text there", "text"), Column("text", "number"), Column("position", "number"), Column("part")]
     head += [Column("furthest at"), Column("distance / norm", "number"), Column("null at most", "number")]
     head += [Column("from layer", "number")]
     rows = [
         [
+            around(by_example[row["example"]], row["position"]),
             str(row["example"]),
             str(row["position"]),
             row["part"],
-            around(by_example[row["example"]], row["position"]),
             f"{row['site']}, layer {row['layer']}",
             number(row["relative_l2"]),
             number(row["limit"]),
