@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvinterp.common import spec
@@ -20,6 +20,10 @@ from kvinterp.policies import Identity, Policy, policy_named
 FORMS = ("cached", "recompute")
 OPTIONS = ("chunk", "refresh", "smooth", "prefill", "cache", "cache_dtype", "kernels")
 PREFILLS = ("exact", "stored")
+WRITTEN = "chunk=N, refresh=N, smooth=WEIGHT, prefill=stored, cache=KIND, cache_dtype=DTYPE or kernels=MODE"
+PROGRAMS = (
+    " How tokens reach the model, as by generate() or in a batch, is a program: kvinterp audit --calls, kv.audit(calls=)."
+)
 NUMBERS: dict[str, Callable[[Any], Any]] = {
     "chunk": functools.partial(check_whole, "chunk", hint=", in tokens, or None"),
     "refresh": functools.partial(check_whole, "refresh", hint=", in decode steps, or None"),
@@ -133,6 +137,7 @@ def Cached(  # noqa: N802  # reads as the noun it makes
     prefill: str = "exact",
     refresh: int | None = None,
     smooth: float | int | None = None,
+    **unknown: Any,
 ) -> ExecutionPath:
     """Decoding from a KV cache: prefill once, then one token a step.
 
@@ -149,7 +154,12 @@ def Cached(  # noqa: N802  # reads as the noun it makes
         refresh: After how many decode steps the cache is made anew by a prefill of the whole prefix; default: never.
         smooth: From 0 to 1: attention reads ``smooth`` times the cache and ``1 - smooth`` times what a recompute path, run
             beside it, reads at the same step; default: the cache alone.
+        **unknown: Nothing else is an option.
+
+    Raises:
+        InputError: An option is unknown, or a value is none.
     """
+    _check_known("Cached", unknown)
     ways = prefill, refresh, smooth
     options = _name(cache_dtype), chunk, kernels_named(kernels), cache_named(cache), *ways
     return ExecutionPath("cached", _policy(policy), _name(dtype), *options)
@@ -160,6 +170,7 @@ def Recompute(  # noqa: N802  # reads as the noun it makes
     dtype: str | None = None,
     chunk: int | None = None,
     kernels: Kernels | str = "native",
+    **unknown: Any,
 ) -> ExecutionPath:
     """Recomputing the whole prefix at every step, as if there were no cache.
 
@@ -168,7 +179,12 @@ def Recompute(  # noqa: N802  # reads as the noun it makes
         dtype: Compute dtype (default: the model's own).
         chunk: Most tokens in one forward; the prefix is then computed chunk after chunk, anew at every step.
         kernels: A kernel mode, as for :func:`Cached`.
+        **unknown: Nothing else is an option.
+
+    Raises:
+        InputError: An option is unknown, or a value is none.
     """
+    _check_known("Recompute", unknown)
     options = None, chunk, kernels_named(kernels)
     return ExecutionPath("recompute", _policy(policy), _name(dtype), *options)
 
@@ -220,8 +236,8 @@ def path_named(text: object, cache: Callable[[str], CacheKind] = cache_named) ->
             )
         if name not in OPTIONS or not value or name in values:
             raise InputError(
-                f"path option {part!r} in {text!r} is {'given twice' if name in values else 'unknown'}: expected chunk=N, "
-                "refresh=N, smooth=WEIGHT, prefill=stored, cache=KIND, cache_dtype=DTYPE or kernels=MODE."
+                f"path option {part!r} in {text!r} is {'given twice' if name in values else 'unknown'}: expected {WRITTEN}."
+                + PROGRAMS * (name == "call")
             )
         values[name] = value
     if form == "recompute" and ("cache" in values or "cache_dtype" in values):
@@ -237,6 +253,12 @@ def path_named(text: object, cache: Callable[[str], CacheKind] = cache_named) ->
         prefill=values.get("prefill", "exact"),
         **numbers,
     )
+
+
+def _check_known(maker: str, unknown: Mapping[str, Any]) -> None:
+    for name in unknown:
+        expected = "policy, dtype, chunk or kernels" if maker == "Recompute" else f"policy, dtype, {WRITTEN}"
+        raise InputError(f"{maker}() has no option {name!r}: expected {expected}.{PROGRAMS * (name == 'call')}")
 
 
 def _behind(name: str, value: str) -> str:

@@ -337,10 +337,11 @@ def test_a_batch_goes_to_the_end_of_a_context_between_two_edges() -> None:
     assert "rows(0+3)+feed(506)+feed(6,1)" in far(512)
 
 
-def test_a_4d_mask_is_not_given_past_a_window() -> None:
+@pytest.mark.parametrize("made", [mistral, gemma2])
+def test_a_4d_mask_is_not_given_past_a_window(made: Callable[..., Any]) -> None:
     """Defect: a sound windowed model failed where a drawn program's mask had a column more than its cache had rows."""
     torch.manual_seed(0)
-    subject = ModelSubject(kv.wrap(mistral(sliding_window=8).eval()))
+    subject = ModelSubject(kv.wrap(made(sliding_window=8).eval()))
     near, past = (program_named(f"rows(1,told=float_mask)+feed(5)+feed({n},1)") for n in (2, 9))
     assert subject.offers(near.rows)
     assert (subject.holds(near), subject.holds(past)) == (True, False)
