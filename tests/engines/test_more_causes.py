@@ -241,6 +241,23 @@ def test_an_adapter_that_is_added_twice_or_scaled_is_named_beside_its_base(size:
     assert audit_engine(wrapped, right, "float32", older=model.model).exit_code == 0
 
 
+# Two at once ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_two_causes_at_once_are_named_where_one_alone_leaves_most(model: Any) -> None:
+    """The log-probs are after a temperature, and the positions behind the prompt are one too high."""
+    texts, rows = texts_of(model), []
+    for ids in texts:
+        at = torch.arange(len(ids))[None]
+        logits = model.model(torch.tensor([ids]), position_ids=at + (at >= CUT)).logits[0].double()
+        rows.append(planted.chosen(logits / 0.8, ids))
+    found = audit_engine(model, given(texts, rows), "float32")
+    assert found.exit_code == 1, str(found)
+    assert "after temperature 0.8 with positions +1 behind the prompt" in why(found), str(found)
+
+
 # Packed rows -----------------------------------------------------------------------------------------------------------
 
 
@@ -262,3 +279,13 @@ def test_positions_that_do_not_begin_anew_in_a_packed_row_are_named_where_a_mode
     assert "positions that go on from the text before it in the file" in why(found), str(found)
     assert "every second sequence is off" in str(found)
     assert audit_engine(kv.wrap(network), given(texts, rows(lambda n: 0)), "float32").exit_code == 0
+
+
+def test_the_text_before_it_in_the_row_is_named_where_rows_are_packed_without_a_mask(model: Any) -> None:
+    texts, rows = texts_of(model, 4), []
+    for number, ids in enumerate(texts):
+        before = texts[number - 1] if number % 2 else []
+        rows.append(np.r_[np.nan, planted.prefill(model.model, [*before, *ids], CUT)[len(before) + 1 :]])
+    found = audit_engine(model, given(texts, rows), "float32")
+    assert "packed" in why(found), str(found)
+    assert "every second sequence is off" in found.reading.splitlines()[0], str(found)
