@@ -52,7 +52,7 @@ def settings(only: list[str]) -> Iterator[tuple[str, str, str, str, str]]:
             yield "SmolLM2", SMOLLM2, dtype, "generate", "natural"
     if "caches" in only:
         yield from (("SmolLM2", SMOLLM2, "bfloat16", run, "natural") for run in CACHES)
-        yield from (("zoo", "zoo:gqa2-mini", "bfloat16", run, "arithmetic") for run in CACHES[:2])
+        yield from (("zoo", "zoo:gqa2-mini", "bfloat16", run, "arithmetic") for run in CACHES)
     if "smollm2" in only:
         yield from (("SmolLM2", SMOLLM2, dtype, "generate", "natural, long") for dtype in reversed(DTYPES))
 
