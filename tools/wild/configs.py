@@ -120,5 +120,7 @@ SOURCED: dict[str, dict[str, Any]] = {
         for name in ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
     },
     "vipllava": {"vision_feature_layers": [-1]},
+    # generate() makes as many layers of a cache as the encoder has.
+    "switch_transformers": {"num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
 }
 """By model type, of those whose rows read something besides their text; a config within a config may be given a model type."""

@@ -257,7 +257,8 @@ class Evidence:
     def _failed(self) -> Reading | None:
         if not self._failures:
             return None
-        first = self._failures[0]
+        # Texts packed in one row have no cache to follow: a place comes from the first use that has one.
+        first = next((check for check in self._failures if check.layer is not None), self._failures[0])
         return "bug", (first.layer, first.step, first.tensor or first.name, first.module), self._said_of_uses()
 
     def _said_of_uses(self) -> list[str]:
