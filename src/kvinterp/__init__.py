@@ -1,7 +1,8 @@
 """kvinterp: does decoding from a KV cache compute the same thing as recomputing the prefix?
 
-Import it as ``import kvinterp as kv``. Names are imported when first used, so that importing the package is quick and
-changes nothing; TransformerLens and transformers are imported when the first model is loaded.
+Import it as ``import kvinterp as kv``. Names are imported when first used, so that importing the
+package is quick and changes nothing; TransformerLens and transformers are imported when the first
+model is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ if TYPE_CHECKING:
     from kvinterp.engines.matching import SiteMatches, match_sites
     from kvinterp.engines.traces import compare_traces
     from kvinterp.engines.turns import TurnsCheck, check_turns
-    from kvinterp.errors import CacheNotReadWarning, InputError, KvinterpError, NonFiniteError, UnsupportedError
+    from kvinterp.errors import (
+        CacheNotReadWarning,
+        InputError,
+        KvinterpError,
+        NonFiniteError,
+        UnsupportedError,
+    )
     from kvinterp.models import KINDS, SITES, Adapter, load_model, wrap
     from kvinterp.patching import (
         Patch,
@@ -52,7 +59,13 @@ _HOMES = {
     "comparison.sparse_autoencoder": ("SparseAutoencoder", "load_sae"),
     "comparison.which_run": ("WhichRun", "which_run"),
     "data": ("Prompt", "load_prompts"),
-    "errors": ("CacheNotReadWarning", "InputError", "KvinterpError", "NonFiniteError", "UnsupportedError"),
+    "errors": (
+        "CacheNotReadWarning",
+        "InputError",
+        "KvinterpError",
+        "NonFiniteError",
+        "UnsupportedError",
+    ),
     "commands.keeping": ("experiment", "load"),
     "models": ("KINDS", "SITES", "Adapter", "load_model", "wrap"),
     "patching": (
@@ -71,7 +84,16 @@ _HOMES = {
         "steer",
         "sweep",
     ),
-    "paths": ("Cached", "ExecutionPath", "Greedy", "Recompute", "TopK", "TopP", "path_named", "run"),
+    "paths": (
+        "Cached",
+        "ExecutionPath",
+        "Greedy",
+        "Recompute",
+        "TopK",
+        "TopP",
+        "path_named",
+        "run",
+    ),
     "policies": ("Policy", "policy_named"),
     "recording": ("Generation", "Recorder", "Trace", "generated", "record"),
     "report.attention": ("attention_comparison",),

@@ -1,7 +1,7 @@
 """One family of errors, each one sentence: what was given, what was expected, what to do.
 
-Inner code raises them with what it knows; the boundary that knows more (model, path, layer, step) adds it once with
-:func:`located`. The command line prints the sentence and exits with code 2.
+Inner code raises them with what it knows; the boundary that knows more (model, path, layer, step)
+adds it once with :func:`located`. The command line prints the sentence and exits with code 2.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from pathlib import Path
 
 
 def visible(text: object) -> str:
-    r"""Text that is safe on a terminal: control and direction characters are shown as escapes, as in ``\x1b``.
+    r"""Text that is safe on a terminal: control and direction characters are shown as escapes, as
+    in ``\x1b``.
 
-    Names, ids and keys come from files that others wrote; printed as they are, they could move the cursor, recolour what
-    follows or retitle the window. Line feeds and tabs stay.
+    Names, ids and keys come from files that others wrote; printed as they are, they could move the
+    cursor, recolour what follows or retitle the window. Line feeds and tabs stay.
     """
     given = str(text)
     # Nearly all that is said is plain, and it is said hundreds of thousands of times.
@@ -27,21 +28,35 @@ def visible(text: object) -> str:
 
 
 def in_one_line(text: object) -> str:
-    r"""A name as sentences and tables show it: :func:`visible`, and a line feed as ``\n``, so that none forges a line."""
+    r"""A name as sentences and tables show it: :func:`visible`, and a line feed as ``\n``, so that
+    none forges a line.
+    """
     return visible(text).replace("\n", r"\n").replace("\t", r"\t")
 
 
 def _commands(character: str) -> bool:
-    return not character.isprintable() and unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return not character.isprintable() and unicodedata.category(character) in (
+        "Cc",
+        "Cf",
+        "Cs",
+        "Zl",
+        "Zp",
+    )
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: on one line, its middle left out where it is long, its type where it shows nothing."""
+    """A value as an error shows it: on one line, its middle left out where it is long, its type
+    where it shows nothing.
+    """
     text = " ".join(repr(str(value) if isinstance(value, Path) else value).split())
-    if " object at 0x" in text or (text.startswith(("<", "tensor(", "array(")) and not isinstance(value, type)):
+    if " object at 0x" in text or (
+        text.startswith(("<", "tensor(", "array(")) and not isinstance(value, type)
+    ):
         kind = type(value).__name__
         article = "an" if kind[0].lower() in "aeiou" or kind == "ndarray" else "a"
-        return f"{article} {kind}" + (f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else "")
+        return f"{article} {kind}" + (
+            f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        )
     return text if len(text) <= 120 else f"{text[:80]}...{text[-30:]}"
 
 
@@ -53,7 +68,11 @@ class KvinterpError(Exception):
 
     def __str__(self) -> str:
         said = " ".join(super().__str__().split("\n"))
-        return visible(said if len(said) <= _LONGEST else f"{said[: _LONGEST // 2]} ... {said[-_LONGEST // 2 :]}")
+        return visible(
+            said
+            if len(said) <= _LONGEST
+            else f"{said[: _LONGEST // 2]} ... {said[-_LONGEST // 2 :]}"
+        )
 
 
 class InputError(KvinterpError, ValueError):
@@ -65,7 +84,9 @@ class UnsupportedError(KvinterpError):
 
 
 class NonFiniteError(KvinterpError):
-    """NaN or Inf appeared; the message names the path, step, layer and site where it appeared first."""
+    """NaN or Inf appeared; the message names the path, step, layer and site where it appeared
+    first.
+    """
 
 
 class CacheNotReadWarning(UserWarning):
@@ -97,17 +118,30 @@ def unknown(what: str, given: object, known: Iterable[str], hint: str = "") -> I
     """
     names = sorted(known)
     text = shown(given)
-    near = difflib.get_close_matches(given[:80] if isinstance(given, str) else text, names, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(
+        given[:80] if isinstance(given, str) else text, names, n=3, cutoff=0.5
+    )
     guess = f"did you mean {' or '.join(repr(name) for name in near)}? " if near else ""
-    return InputError(f"unknown {what} {text}: {guess}known are {', '.join(names)}.{' ' + hint if hint else ''}")
+    return InputError(
+        f"unknown {what} {text}: {guess}known are {', '.join(names)}.{' ' + hint if hint else ''}"
+    )
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there is too little memory, or none for another thread."""
-    # On a CPU torch raises a plain RuntimeError, and so do others; a library may lack the room to be imported.
-    said = ("not enough memory", "DefaultCPUAllocator", "allocate memory", "start new thread", "failed to map segment")
+    # On a CPU torch raises a plain RuntimeError, and so do others; a library may lack the room to
+    # be imported.
+    said = (
+        "not enough memory",
+        "DefaultCPUAllocator",
+        "allocate memory",
+        "start new thread",
+        "failed to map segment",
+    )
     kinds = {kind.__name__ for kind in type(error).__mro__}
-    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or any(words in str(error) for words in said)
+    return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or any(
+        words in str(error) for words in said
+    )
 
 
 @contextlib.contextmanager
@@ -122,7 +156,12 @@ def located(where: str) -> Iterator[None]:
 def reason(error: BaseException) -> str:
     """What an error of another library says, in one line of at most 240 characters."""
     said = " ".join(str(error).split())
-    if isinstance(error, KeyError | IndexError | AssertionError | ZeroDivisionError | StopIteration) or not said:
+    if (
+        isinstance(
+            error, KeyError | IndexError | AssertionError | ZeroDivisionError | StopIteration
+        )
+        or not said
+    ):
         said = f"{type(error).__name__} {said}".strip()
     return said if len(said) <= 240 else said[:237].rstrip() + "..."
 

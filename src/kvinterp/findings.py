@@ -1,9 +1,11 @@
-"""Findings and charts as data: rows with estimate, interval and n, and charts that name a table and its columns.
+"""Findings and charts as data: rows with estimate, interval and n, and charts that name a table and
+its columns.
 
-A finding is one row, with an estimate, its interval, its number of units, and a null or a test. The columns of :data:`COLUMNS`
-are always there. Every other column is a label (``model``, ``layer``, ``policy``); a label without a value does not apply to the
-row. A chart is a title and rows of panels, each with a table and the columns that are drawn;
-:func:`kvinterp.report.charts.draw_chart` draws it.
+A finding is one row, with an estimate, its interval, its number of units, and a null or a test. The
+columns of :data:`COLUMNS` are always there. Every other column is a label (``model``, ``layer``,
+``policy``); a label without a value does not apply to the row. A chart is a title and rows of
+panels, each with a table and the columns that are drawn; :func:`kvinterp.report.charts.draw_chart`
+draws it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from kvinterp import metrics
 from kvinterp.common.numbers import ends_said, number
 from kvinterp.errors import in_one_line
 
-# Findings -----------------------------------------------------------------------------------------------------------
+# Findings -----------------------------------------------------------------------------------------
 
 UNKNOWN = (np.nan, np.nan)
 """The ends of an interval that there is not."""
@@ -77,15 +79,33 @@ def finding(
         labels: Its labels, such as ``layer=3``.
     """
     low, high = ends
-    values = (name, estimate, low, high, n, unit, measure, null, test, p, p_corrected, verdict, note, "")
+    values = (
+        name,
+        estimate,
+        low,
+        high,
+        n,
+        unit,
+        measure,
+        null,
+        test,
+        p,
+        p_corrected,
+        verdict,
+        note,
+        "",
+    )
     return {**labels, **dict(zip(COLUMNS, values, strict=True))}
 
 
-def finding_from(row: Any, name: str, column: str, by: Iterable[str] = (), **options: Any) -> Finding:
+def finding_from(
+    row: Any, name: str, column: str, by: Iterable[str] = (), **options: Any
+) -> Finding:
     """Makes a finding of a number in a table's row.
 
     Args:
-        row: The row, with n; the number's interval is in ``COLUMN_low`` and ``COLUMN_high``, or else in ``low`` and ``high``.
+        row: The row, with n; the number's interval is in ``COLUMN_low`` and ``COLUMN_high``, or
+            else in ``low`` and ``high``.
         name: The quantity that was estimated.
         column: The column of the number.
         by: The columns that are labels.
@@ -93,12 +113,16 @@ def finding_from(row: Any, name: str, column: str, by: Iterable[str] = (), **opt
     """
     ends = [row.get(f"{column}_{end}", row.get(end, np.nan)) for end in ("low", "high")]
     return finding(
-        name, row[column], **{"ends": ends, "n": row.get("n", 0), **{label: row[label] for label in by}, **options}
+        name,
+        row[column],
+        **{"ends": ends, "n": row.get("n", 0), **{label: row[label] for label in by}, **options},
     )
 
 
 def ends_of(table: pd.DataFrame, column: str) -> pd.DataFrame:
-    """Returns a table in which ``low`` and ``high`` are the interval of a column, as charts draw it."""
+    """Returns a table in which ``low`` and ``high`` are the interval of a column, as charts draw
+    it.
+    """
     return table.rename(columns={f"{column}_low": "low", f"{column}_high": "high"})
 
 
@@ -108,7 +132,8 @@ def median_of(name: str, values: Any, clusters: Any = None, **options: Any) -> F
     Args:
         name: The quantity that was estimated.
         values: The numbers; those that are not finite are left out.
-        clusters: The cluster of each number, if clusters have several numbers: then the median is of their means.
+        clusters: The cluster of each number, if clusters have several numbers: then the median is
+            of their means.
         options: Further arguments of :func:`finding`.
     """
     values = np.asarray(values, dtype=float)
@@ -127,7 +152,11 @@ def share_of(name: str, events: Any, clusters: Any = None, **options: Any) -> Fi
         options: Further arguments of :func:`finding`.
     """
     events = np.asarray(events, dtype=float)
-    rate = metrics.share_of(events) if clusters is None else metrics.rate_of(events, np.asarray(clusters, dtype=str))
+    rate = (
+        metrics.share_of(events)
+        if clusters is None
+        else metrics.rate_of(events, np.asarray(clusters, dtype=str))
+    )
     return finding(name, rate.effect, (rate.low, rate.high), len(events), measure="%", **options)
 
 
@@ -148,18 +177,27 @@ def lines_of(table: pd.DataFrame) -> list[str]:
 
 
 def line(row: Finding) -> str:
-    """Writes a finding in one line: labels, name, estimate, interval, n, null, test, verdict and note."""
+    """Writes a finding in one line: labels, name, estimate, interval, n, null, test, verdict and
+    note.
+    """
     words = in_words(row)
     amount = "has no number" if pd.isna(row["estimate"]) else words["estimate"]
-    interval, n = words["interval"] and f"95% interval {words['interval']}", words["n"] and f"n = {words['n']}"
+    interval, n = (
+        words["interval"] and f"95% interval {words['interval']}",
+        words["n"] and f"n = {words['n']}",
+    )
     within = ", ".join(filter(None, (interval, n, words["null"], words["test"])))
-    subject = ": ".join(filter(None, (words["of"], f"{row['finding']} {amount}{f' ({within})' if within else ''}")))
+    subject = ": ".join(
+        filter(None, (words["of"], f"{row['finding']} {amount}{f' ({within})' if within else ''}"))
+    )
     ending = "; ".join(filter(None, (row["verdict"], row["note"])))
     return in_one_line(f"{subject}{f': {ending}' if ending else ''}.")
 
 
 def in_words(row: Finding) -> dict[str, str]:
-    """The labels and numbers of a finding as texts: of, estimate, interval, n, null and test; empty where there is none."""
+    """The labels and numbers of a finding as texts: of, estimate, interval, n, null and test; empty
+    where there is none.
+    """
 
     def written(amount: float) -> str:
         if row["measure"] != "%" or pd.isna(amount):
@@ -170,7 +208,9 @@ def in_words(row: Finding) -> dict[str, str]:
     measure = "" if row["measure"] == "%" else row["measure"]
     test = row["test"]
     if not pd.isna(row["p"]):
-        corrected = "" if pd.isna(row["p_corrected"]) else f", corrected {number(row['p_corrected'])}"
+        corrected = (
+            "" if pd.isna(row["p_corrected"]) else f", corrected {number(row['p_corrected'])}"
+        )
         test = f"{test or 'test'} p = {number(row['p'])}{corrected}"
     return {
         "of": place(row),
@@ -184,12 +224,19 @@ def in_words(row: Finding) -> dict[str, str]:
 
 def place(row: Finding) -> str:
     """The labels of a finding in words: texts as they are, numbers after their label's name."""
-    labels = {name: label for name, label in row.items() if name not in COLUMNS and not pd.isna(label) and label != ""}
+    labels = {
+        name: label
+        for name, label in row.items()
+        if name not in COLUMNS and not pd.isna(label) and label != ""
+    }
     if {"start", "stop"} <= labels.keys():
         first, last = labels.pop("start"), labels.pop("stop") - 1
         spot = f"position {first:g}" if first == last else f"positions {first:g} to {last:g}"
         labels["spot"] = f"{spot} ({labels.pop('text')!r})" if "text" in labels else spot
-    words = (label if isinstance(label, str) else f"{name.replace('_', ' ')} {label:g}" for name, label in labels.items())
+    words = (
+        label if isinstance(label, str) else f"{name.replace('_', ' ')} {label:g}"
+        for name, label in labels.items()
+    )
     return ", ".join(words)
 
 
@@ -200,7 +247,7 @@ def only(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
     return table
 
 
-# Charts -------------------------------------------------------------------------------------------------------------
+# Charts -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,22 +258,30 @@ class Panel:
         table: A tidy table; columns ``low`` and ``high`` are an interval.
         x: The column of the horizontal axis.
         y: The column of the vertical axis.
-        kind: ``line``; ``points``; ``step``, a line that changes at once; ``medians``, a faint point a row and a line of the
-            medians; ``dots``, a line of the panel for each ``y``; ``map``, a cell for each x and y.
+        kind: ``line``; ``points``; ``step``, a line that changes at once; ``medians``, a faint
+            point a row and a line of the medians; ``dots``, a line of the panel for each ``y``;
+            ``map``, a cell for each x and y.
         color: The column that tells lines apart; in a map, the column of the cells' values.
-        names: The legend's names for the values of ``color``; values without a name are left out. By default all values.
+        names: The legend's names for the values of ``color``; values without a name are left out.
+            By default all values.
         facet: The column that tells panels apart.
-        titles: The titles of the panels by the values of ``facet``; values without a title are left out.
+        titles: The titles of the panels by the values of ``facet``; values without a title are left
+            out.
         label: The label of the axis of values (in a map, of its bar).
-        xlabel: The label of the horizontal axis; by default the column's name. With dots, use ``label``.
+        xlabel: The label of the horizontal axis; by default the column's name. With dots, use
+            ``label``.
         ends: How the interval is drawn: ``bars``, ``band`` or ``none``.
-        scale: The scale of the values: ``zero``, logarithmic with a place for exact zeros; ``linear``; ``share``, 0 to 1;
-            ``signed``, -1 to 1 with values beyond at the edge; ``log``.
-        xscale: The scale of the horizontal axis: ``whole`` numbers, ``linear``, ``log``, ``doubling`` or ``share``.
-        level: The place of a grey line: a value, in a map one of x, or ``equal``, where both axes have the same value.
+        scale: The scale of the values: ``zero``, logarithmic with a place for exact zeros;
+            ``linear``; ``share``, 0 to 1; ``signed``, -1 to 1 with values beyond at the edge;
+            ``log``.
+        xscale: The scale of the horizontal axis: ``whole`` numbers, ``linear``, ``log``,
+            ``doubling`` or ``share``.
+        level: The place of a grey line: a value, in a map one of x, or ``equal``, where both axes
+            have the same value.
         mark: The column that marks rows with a cross, and the cross's name in the legend.
         columns: Most panels in a row.
-        why: The column that says why a row has no value: written at its line of dots, or in a panel with nothing to draw.
+        why: The column that says why a row has no value: written at its line of dots, or in a panel
+            with nothing to draw.
     """
 
     table: pd.DataFrame

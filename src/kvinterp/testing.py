@@ -35,29 +35,39 @@ def assert_cache_consistent(
 ) -> Verdict:
     """Audits a model and raises where its cache is at fault, or where that cannot be told.
 
-    A model in training mode, as it is fresh from its config, is in eval mode for the length of the audit and then again as it
-    was.
+    A model in training mode, as it is fresh from its config, is in eval mode for the length of the
+    audit and then again as it was.
 
     Args:
         model: A transformers model, or whatever else :func:`kvinterp.auditing.audit` takes.
         prompts: Texts or token ids; two random ones where none are given.
-        allow: Words to accept besides equal, rounding and kernel, such as ``"hidden-cast"`` or ``"cannot-tell"``.
-        rungs: Precisions to climb beside the model's own; float32 and float64 find wrong code, which is what a test is for.
+        allow: Words to accept besides equal, rounding and kernel, such as ``"hidden-cast"`` or
+            ``"cannot-tell"``.
+        rungs: Precisions to climb beside the model's own; float32 and float64 find wrong code,
+            which is what a test is for.
         lengths: Prompt lengths after which tokens are fed one by one.
         steps: How many tokens are fed one by one after each.
-        checks: What else is exercised: ``"default"`` (left padding, ``generate()``, other caches, chunks, ...),
-            ``"thorough"`` or ``"none"``.
+        checks: What else is exercised: ``"default"`` (left padding, ``generate()``, other caches,
+            chunks, ...), ``"thorough"`` or ``"none"``.
 
     Returns:
         The verdict.
 
     Raises:
-        CacheInconsistency: The verdict is a bug, unexplained, a hidden cast, a wrong dtype or an overflow, or cannot be told,
-            and is not allowed; its message is the verdict's reading.
+        CacheInconsistency: The verdict is a bug, unexplained, a hidden cast, a wrong dtype or an
+            overflow, or cannot be told, and is not allowed; its message is the verdict's reading.
     """
     __tracebackhide__ = True
     verdict = audit(
-        model, prompts, rungs=rungs, lengths=lengths, steps=steps, sweep="no", checks=checks, allow=allow, detail="verdict"
+        model,
+        prompts,
+        rungs=rungs,
+        lengths=lengths,
+        steps=steps,
+        sweep="no",
+        checks=checks,
+        allow=allow,
+        detail="verdict",
     )
     if verdict.exit_code:
         raise CacheInconsistency(verdict)

@@ -1,7 +1,8 @@
 """A model as its own users run it: its own forward, its own cache, and hooks on its blocks.
 
-The audit asks whether a model's cache is right, so it must not put kvinterp's cache in the place of the model's. That is
-why this module, unlike the loops in ``paths/``, lets each model make the cache it makes by itself.
+The audit asks whether a model's cache is right, so it must not put kvinterp's cache in the place of
+the model's. That is why this module, unlike the loops in ``paths/``, lets each model make the cache
+it makes by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from kvinterp.paths.kernels import KernelMode, Kernels, Native
 from kvinterp.paths.vocabulary import padding_of
 
 Call = tuple[int, int]
-"""A block of the model, and how often it had run before in the same forward (a few models run a block twice)."""
+"""A block of the model, and how often it had run before in the same forward (a few models run a
+block twice).
+"""
 
 
 class BlockModel:
@@ -33,29 +36,42 @@ class BlockModel:
     Args:
         adapter: The model, already in the dtype.
         kernels: The kernel mode every forward runs under; default: the machine's own.
-        only: The blocks in question, the number of blocks for the head: in the others a fixed order of additions rests. What
-            stands outside all blocks has it always, since every block computes with it. Default: the whole model.
+        only: The blocks in question, the number of blocks for the head: in the others a fixed order
+            of additions rests. What stands outside all blocks has it always, since every block
+            computes with it. Default: the whole model.
 
     Attributes:
-        padding: The logits that stand for no token, minus infinity in every row: there that counts as 0. None where it is
-            not known yet.
+        padding: The logits that stand for no token, minus infinity in every row: there that counts
+            as 0. None where it is not known yet.
     """
 
-    def __init__(self, adapter: Adapter, kernels: Kernels | None = None, only: Collection[int] | None = None) -> None:
+    def __init__(
+        self, adapter: Adapter, kernels: Kernels | None = None, only: Collection[int] | None = None
+    ) -> None:
         self.adapter = adapter
         self.model: Any = adapter.model
         self.device = adapter.device
         self.mode: KernelMode = (kernels or Native()).mode(adapter)
         self.padding: Tensor | None = None
         self.blocks = list(adapter.blocks)
-        # A bridge hangs transformers' modules under names of its own, which say nothing to a reader.
-        self.names = {m: name.replace("._original_component", "") for name, m in adapter.source.named_modules()}
+        # A bridge hangs transformers' modules under names of its own, which say nothing to a
+        # reader.
+        self.names = {
+            m: name.replace("._original_component", "")
+            for name, m in adapter.source.named_modules()
+        }
         self.dtype = adapter.dtype
         parts = [*self.blocks, self.end("output")]
-        self._rest = [part for n, part in enumerate(parts) if part is not None and only is not None and n not in only]
+        self._rest = [
+            part
+            for n, part in enumerate(parts)
+            if part is not None and only is not None and n not in only
+        ]
 
     def end(self, which: str) -> nn.Module | None:
-        """The module that embeds tokens (``"input"``) or makes logits (``"output"``), where the model tells it."""
+        """The module that embeds tokens (``"input"``) or makes logits (``"output"``), where the
+        model tells it.
+        """
         getter = getattr(self.adapter.source, f"get_{which}_embeddings", None)
         module = getter() if getter is not None else None
         return module if isinstance(module, nn.Module) else None
@@ -65,7 +81,9 @@ class BlockModel:
         """The module that holds all blocks and the final norm, where the model tells it."""
         getter = getattr(self.adapter.source, "get_decoder", None)
         module = getter() if getter is not None else None
-        return module if isinstance(module, nn.Module) and module is not self.adapter.source else None
+        return (
+            module if isinstance(module, nn.Module) and module is not self.adapter.source else None
+        )
 
     def end_name(self, which: str) -> str:
         """The path of that module, or an empty text."""
@@ -85,7 +103,8 @@ class BlockModel:
 
         Args:
             tokens: ``[batch, new]``.
-            cache: What the call before returned, a cache object of transformers', or None for the model's own.
+            cache: What the call before returned, a cache object of transformers', or None for the
+                model's own.
 
         Raises:
             UnsupportedError: The model returns no cache that is known here.
@@ -99,7 +118,9 @@ class BlockModel:
         return self.unpadded(logits), cache
 
     def moved(self, tokens: Tensor, size: Callable[[int], float], seed: int = 0) -> Tensor:
-        """A recomputation in which what a block returns is off, at random signs, by so much of each row's largest number."""
+        """A recomputation in which what a block returns is off, at random signs, by so much of each
+        row's largest number.
+        """
         generator = torch.Generator().manual_seed(seed)
 
         def change(layer: int, made: Tensor) -> Tensor:
@@ -129,19 +150,27 @@ class BlockModel:
             hooks.callback(self._resting, False)
             for part in self._rest:
                 hooks.enter_context(part.register_forward_pre_hook(lambda *_: self._resting(True)))
-                hooks.enter_context(part.register_forward_hook(lambda *_: self._resting(False), always_call=True))
+                hooks.enter_context(
+                    part.register_forward_hook(lambda *_: self._resting(False), always_call=True)
+                )
             yield
 
     def _resting(self, now: bool) -> None:
         self.mode.resting = now
 
     def states(self, cache: Any, layer: int) -> dict[str, Tensor]:
-        """The recurrent and convolution states a layer's cache holds, copied; empty for an attention layer."""
+        """The recurrent and convolution states a layer's cache holds, copied; empty for an
+        attention layer.
+        """
         states, layers = {}, getattr(cache, "layers", None) or []
         for attribute, name in STATES.items() if layer < len(layers) else ():
             value = getattr(layers[layer], attribute, None)
             tensors = (
-                [*value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+                [*value.values()]
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, list | tuple)
+                else [value]
             )
             for index, tensor in enumerate(t for t in tensors if isinstance(t, Tensor)):
                 states[f"{name} {index}" if index else name] = tensor.clone()
@@ -154,7 +183,9 @@ class BlockModel:
 
 @contextlib.contextmanager
 def referenced(model: BlockModel, tokens: Tensor) -> Iterator[BlockHooks]:
-    """A model's blocks seen for as long as the context lasts, beside what one forward without a cache computed in them."""
+    """A model's blocks seen for as long as the context lasts, beside what one forward without a
+    cache computed in them.
+    """
     hooks = BlockHooks(model)
     with hooks.attached():
         hooks.refer_to(tokens)
@@ -162,8 +193,12 @@ def referenced(model: BlockModel, tokens: Tensor) -> Iterator[BlockHooks]:
 
 
 @contextlib.contextmanager
-def moving(blocks: Sequence[nn.Module], change: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
-    """Puts what ``change`` gives for a layer and its output in the place of that output, for as long as the context lasts."""
+def moving(
+    blocks: Sequence[nn.Module], change: Callable[[int, Tensor], Tensor | None]
+) -> Iterator[None]:
+    """Puts what ``change`` gives for a layer and its output in the place of that output, for as
+    long as the context lasts.
+    """
     with contextlib.ExitStack() as hooks:
         for layer, block in enumerate(blocks):
 
@@ -176,7 +211,9 @@ def moving(blocks: Sequence[nn.Module], change: Callable[[int, Tensor], Tensor |
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """A model fresh from its config drops out at random until it is told not to; it is left as it was."""
+    """A model fresh from its config drops out at random until it is told not to; it is left as it
+    was.
+    """
     model = model.model if isinstance(model, Adapter) else model
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     training = [module for module in modules if module.training]
@@ -196,9 +233,11 @@ class Reference:
     Attributes:
         tokens: ``[1, position]``.
         logits: ``[position, vocabulary]``.
-        inputs: What each block was given, ``[1, position, width]``, by block and by how often it had run before.
+        inputs: What each block was given, ``[1, position, width]``, by block and by how often it
+            had run before.
         outputs: What each block returned.
-        normed: What the last one returned, after the final norm; None where the model does not tell it.
+        normed: What the last one returned, after the final norm; None where the model does not tell
+            it.
     """
 
     tokens: Tensor
@@ -209,18 +248,22 @@ class Reference:
 
 
 class BlockHooks:
-    """Sees what every block is given and returns, and can put a reference's rows in the place of both.
+    """Sees what every block is given and returns, and can put a reference's rows in the place of
+    both.
 
-    With forced rows each block computes from exactly what the reference computed from, at this position and at all earlier
-    ones, so what differs in its output was born inside it; and what stands between two blocks is given exactly what the
-    first returned in the reference, so what differs in the second's input was born between them.
+    With forced rows each block computes from exactly what the reference computed from, at this
+    position and at all earlier ones, so what differs in its output was born inside it; and what
+    stands between two blocks is given exactly what the first returned in the reference, so what
+    differs in the second's input was born between them.
 
     Attributes:
         reference: The tokens that are fed, and the rows that blocks are forced to.
-        inputs: What each block was given in the last forward, before anything was put in its place, by call, ``[...,
-            position, width]``: positions last but one, wherever the model has them.
+        inputs: What each block was given in the last forward, before anything was put in its place,
+            by call, ``[..., position, width]``: positions last but one, wherever the model has
+            them.
         outputs: What each returned, likewise.
-        normed: What the last one returned, after the final norm; None where the model does not tell it.
+        normed: What the last one returned, after the final norm; None where the model does not tell
+            it.
     """
 
     reference: Reference
@@ -255,16 +298,24 @@ class BlockHooks:
         rows_seen: dict[Call, Tensor] = getattr(self, side)
         call = (layer, sum(n == layer for n, _ in rows_seen))
         if self._count is not None:
-            # Positions are last but one, but where a model carries several streams at once and keeps them there.
+            # Positions are last but one, but where a model carries several streams at once and
+            # keeps them there.
             last = tensor.dim() - 2
-            self._axes[call] = next((axis for axis in (last, 1) if tensor.shape[axis] == self._count), last)
-        # Copies, of what is seen and of what is put there: a block may compute in the memory that it is given.
+            self._axes[call] = next(
+                (axis for axis in (last, 1) if tensor.shape[axis] == self._count), last
+            )
+        # Copies, of what is seen and of what is put there: a block may compute in the memory that
+        # it is given.
         rows_seen[call] = tensor.clone().movedim(self._axes.get(call, tensor.dim() - 2), -2)
         start = self._forced_from
         if start is None or (rows := getattr(self.reference, side).get(call)) is None:
             return None
         count = self.inputs[call].shape[-2]
-        return rows[..., start : start + count, :].movedim(-2, self._axes.get(call, rows.dim() - 2)).clone()
+        return (
+            rows[..., start : start + count, :]
+            .movedim(-2, self._axes.get(call, rows.dim() - 2))
+            .clone()
+        )
 
     def refer_to(self, tokens: Tensor) -> Reference:
         """Runs these tokens without a cache and keeps every row, as the reference from now on."""
@@ -279,8 +330,11 @@ class BlockHooks:
         self.reference = Reference(tokens, logits, self.inputs, self.outputs, self.normed)
         return self.reference
 
-    def feed(self, start: int, stop: int, cache: Any = None, forced: str = "yes") -> tuple[Tensor, Any]:
-        """Feeds tokens ``start`` to ``stop`` of the reference against a cache, every block given the reference's rows.
+    def feed(
+        self, start: int, stop: int, cache: Any = None, forced: str = "yes"
+    ) -> tuple[Tensor, Any]:
+        """Feeds tokens ``start`` to ``stop`` of the reference against a cache, every block given
+        the reference's rows.
 
         Args:
             start: The first token.
@@ -292,8 +346,12 @@ class BlockHooks:
         return self._run(start if forced == "yes" else None, self.model.feed, tokens, cache)
 
     def recompute(self, stop: int, forced: str = "yes") -> Tensor:
-        """Logits of the first ``stop`` tokens without a cache, every block given the reference's rows."""
-        return self._run(0 if forced == "yes" else None, self.model.recompute, self.reference.tokens[:, :stop])
+        """Logits of the first ``stop`` tokens without a cache, every block given the reference's
+        rows.
+        """
+        return self._run(
+            0 if forced == "yes" else None, self.model.recompute, self.reference.tokens[:, :stop]
+        )
 
     def _run(self, forced_from: int | None, forward: Callable[..., Any], *given: Any) -> Any:
         self.inputs, self.outputs, self.normed = {}, {}, None
@@ -310,4 +368,7 @@ def prompts_for(adapter: Adapter, count: int, length: int, seed: int = 0) -> lis
     ends = adapter.end_tokens
     ids = range(min(adapter.facts.vocabulary, 50_000))
     allowed = torch.tensor([t for t in ids if t not in ends] or list(ids))
-    return [allowed[torch.randint(len(allowed), (length,), generator=generator)].tolist() for _ in range(count)]
+    return [
+        allowed[torch.randint(len(allowed), (length,), generator=generator)].tolist()
+        for _ in range(count)
+    ]

@@ -1,4 +1,6 @@
-"""Models that are made, not loaded: random weights from a config alone, or whatever a user's own code makes."""
+"""Models that are made, not loaded: random weights from a config alone, or whatever a user's own
+code makes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from kvinterp.models.transformers_api import from_config
 _CODE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 MOST = 300_000_000
-"""Parameters of a model made from its class's defaults, which are those of a released model as a rule."""
+"""Parameters of a model made from its class's defaults, which are those of a released model as a
+rule.
+"""
 
 
 def random_model(
@@ -43,7 +47,8 @@ def random_model(
         seed: Seeds the weights.
         device: Where to put it; CUDA where there is one for None.
         attention: An attention implementation transformers knows, or None for its own choice.
-        remote_code: ``"refuse"`` or ``"trust"``: whether code that comes with the config may run. Nothing asks.
+        remote_code: ``"refuse"`` or ``"trust"``: whether code that comes with the config may run.
+            Nothing asks.
 
     Raises:
         InputError: There is no such config, or transformers knows no causal model for it.
@@ -66,7 +71,9 @@ def random_model(
     return _made(model, dtype, place_on, text, f"{text} (random weights)")
 
 
-def _made(model: nn.Module, dtype: torch.dtype | None, device: torch.device, given: str, name: str) -> Adapter:
+def _made(
+    model: nn.Module, dtype: torch.dtype | None, device: torch.device, given: str, name: str
+) -> Adapter:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         # Audited as it is: see kvinterp.auditing.own_code.
         return model.to(device=device, dtype=dtype).eval().requires_grad_(False)  # type: ignore[return-value]
@@ -76,7 +83,7 @@ def _made(model: nn.Module, dtype: torch.dtype | None, device: torch.device, giv
     return adapter
 
 
-# A user's own code -----------------------------------------------------------------------------------------------------
+# A user's own code --------------------------------------------------------------------------------
 
 
 def is_code(text: str) -> bool:
@@ -97,26 +104,35 @@ def users_model(
     """A model that a user's own code makes.
 
     Args:
-        code: ``package.module:Class``, a transformers model class; or ``package.module:function``, which is called without
-            arguments and returns a model.
-        source: For a class: a config.json or a folder that holds one; None for the defaults of the class's own config.
+        code: ``package.module:Class``, a transformers model class; or ``package.module:function``,
+            which is called without arguments and returns a model.
+        source: For a class: a config.json or a folder that holds one; None for the defaults of the
+            class's own config.
         weights: ``"random"``, or ``"loaded"``: those of the checkpoint folder or hub id ``source``.
         dtype: Dtype of the weights; None for the one that the code gives them.
         seed, device: As for :func:`random_model`.
-        remote_code: ``"refuse"`` or ``"trust"``: whether other code, that comes with a checkpoint, may run.
+        remote_code: ``"refuse"`` or ``"trust"``: whether other code, that comes with a checkpoint,
+            may run.
 
     Raises:
-        InputError: There is no such module or name in it, or no model can be made of it; the message says what is needed.
+        InputError: There is no such module or name in it, or no model can be made of it; the
+            message says what is needed.
     """
     check_seed(seed)
     place_on = device_named(device)
     with torch.random.fork_rng():
         member = _imported(code)
         torch.manual_seed(seed)
-        if inspect.isclass(member) and "PreTrainedModel" in {base.__name__ for base in member.__mro__}:
+        if inspect.isclass(member) and "PreTrainedModel" in {
+            base.__name__ for base in member.__mro__
+        }:
             called = code if source is None else f"{code} ({source})"
             load = weights == "loaded"
-            model = _loaded(code, member, str(source), remote_code) if load else _from_config(code, member, source)
+            model = (
+                _loaded(code, member, str(source), remote_code)
+                if load
+                else _from_config(code, member, source)
+            )
         elif source is not None:
             raise InputError(
                 f"{code!r} is no transformers model class, and only such a class takes a config: leave the config out, and "
@@ -125,26 +141,42 @@ def users_model(
         else:
             called, model = code, member if isinstance(member, nn.Module) else _called(code, member)
     if not isinstance(model, nn.Module):
-        raise InputError(f"{code!r} gave a {type(model).__name__}: expected a model, a torch.nn.Module.")
+        raise InputError(
+            f"{code!r} gave a {type(model).__name__}: expected a model, a torch.nn.Module."
+        )
     return _made(model, dtype, place_on, called, called)
 
 
 def _imported(code: str) -> Any:
     if not is_code(code):
-        raise InputError(f"{code!r} names no class: expected package.module:Class, as in mypackage.modeling:MyForCausalLM.")
+        raise InputError(
+            f"{code!r} names no class: expected package.module:Class, as in mypackage.modeling:MyForCausalLM."
+        )
     module, _, path = code.partition(":")
     try:
         member: Any = importlib.import_module(module)
     # A user's module may raise anything.
     except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module}.".startswith(error.name)
-        why = "there is no such module" if missing else f"importing it raised {type(error).__name__}: {reason(error)}"
+        missing = (
+            isinstance(error, ModuleNotFoundError)
+            and error.name is not None
+            and f"{module}.".startswith(error.name)
+        )
+        why = (
+            "there is no such module"
+            if missing
+            else f"importing it raised {type(error).__name__}: {reason(error)}"
+        )
         raise InputError(
             f"module {module!r} of {code!r} cannot be imported ({why}): it must be installed, or lie in the current folder."
         ) from error
     for name in path.split("."):
         if not hasattr(member, name):
-            raise unknown(f"name in module {module!r}", name, [n for n in vars(member) if not n.startswith("_")])
+            raise unknown(
+                f"name in module {module!r}",
+                name,
+                [n for n in vars(member) if not n.startswith("_")],
+            )
         member = getattr(member, name)
     return member
 
@@ -173,7 +205,11 @@ def _from_config(code: str, found: Any, source: str | Path | None) -> nn.Module:
         raise
     # Nor is there one kind of error for a config that a class cannot use.
     except Exception as error:
-        of = f"the defaults of {config_class.__name__}" if source is None else f"the config {str(source)!r}"
+        of = (
+            f"the defaults of {config_class.__name__}"
+            if source is None
+            else f"the config {str(source)!r}"
+        )
         raise InputError(
             f"{code!r} cannot be made from {of} ({type(error).__name__}: {reason(error)}): give a config.json that it takes "
             "with --config, or a function without arguments that returns a model."

@@ -1,10 +1,12 @@
-"""Whether a model's tokens see the ones after them, asked of its structure and not of the size of a number.
+"""Whether a model's tokens see the ones after them, asked of its structure and not of the size of a
+number.
 
-A later token may move an earlier one's logits in a causal model too: it changes how many rows each expert is given, another
-number of rows has other bits, and a bit can tip the choice of an expert, after which everything is different. What it cannot
-have is a derivative: a masked score has the weight 0 and hands on a gradient of exactly 0, and a convolution by FFT one that
-is rounding's beside that of the earlier tokens. So the derivative of the earlier rows by the later ones decides, wherever bits
-differ at all.
+A later token may move an earlier one's logits in a causal model too: it changes how many rows each
+expert is given, another number of rows has other bits, and a bit can tip the choice of an expert,
+after which everything is different. What it cannot
+have is a derivative: a masked score has the weight 0 and hands on a gradient of exactly 0, and a
+convolution by FFT one that is rounding's beside that of the earlier tokens. So the derivative of
+the earlier rows by the later ones decides, wherever bits differ at all.
 """
 
 from __future__ import annotations
@@ -27,17 +29,23 @@ LENGTH = 12
 """Tokens that are looked at."""
 
 ROUNDED = 64 * torch.finfo(torch.float32).eps
-"""What rounding leaves of a derivative that is 0, beside the largest one: transforms of 16-bit tensors are taken in float32."""
+"""What rounding leaves of a derivative that is 0, beside the largest one: transforms of 16-bit
+tensors are taken in float32.
+"""
 
 
 def check_causal(adapter: Adapter) -> None:
-    """Raises InputError for a model whose tokens see the ones after them: an earlier one's logits depend on a later one."""
+    """Raises InputError for a model whose tokens see the ones after them: an earlier one's logits
+    depend on a later one.
+    """
     if adapter.facts.vocabulary < 2 or adapter.facts.context < 4:
         return
     with own_threads(adapter):
         ahead = sees_ahead(adapter)
     if ahead is None:
-        log.info("%s: whether its tokens see the ones after them could not be told", adapter.facts.name)
+        log.info(
+            "%s: whether its tokens see the ones after them could not be told", adapter.facts.name
+        )
     if ahead:
         raise InputError(
             f"model {adapter.facts.name} ({adapter.facts.architecture}) is not causal, its tokens see the ones after them: "
@@ -56,7 +64,8 @@ def sees_ahead(adapter: Adapter) -> bool | None:
     reaches = _gradient_reaches(adapter, tokens, length // 2)
     if reaches is not None:
         return reaches
-    # Without derivatives (quantised weights, inference tensors), orders of addition that no later row can change.
+    # Without derivatives (quantised weights, inference tensors), orders of addition that no later
+    # row can change.
     try:
         return not _bits_stay(adapter, tokens, other, BatchInvariant())
     except UnsupportedError:
@@ -65,7 +74,9 @@ def sees_ahead(adapter: Adapter) -> bool | None:
 
 @torch.no_grad()
 def _bits_stay(adapter: Adapter, tokens: Tensor, other: Tensor, kernels: Kernels) -> bool:
-    """Whether the rows before the last keep their bits with another last token; so too where no run is like another."""
+    """Whether the rows before the last keep their bits with another last token; so too where no run
+    is like another.
+    """
     mode = kernels.mode(adapter)
     logits = []
     for fed in (tokens, other, tokens):
@@ -76,7 +87,9 @@ def _bits_stay(adapter: Adapter, tokens: Tensor, other: Tensor, kernels: Kernels
 
 
 def _gradient_reaches(adapter: Adapter, tokens: Tensor, rows: int) -> bool | None:
-    """Whether the logits of the first rows have a derivative by what a later token brings into the first block."""
+    """Whether the logits of the first rows have a derivative by what a later token brings into the
+    first block.
+    """
     entered: list[Tensor] = []
 
     def enter(stream: Tensor) -> Tensor:
@@ -89,7 +102,9 @@ def _gradient_reaches(adapter: Adapter, tokens: Tensor, rows: int) -> bool | Non
             logits = adapter.forward(tokens)[0, :rows]
             logits = logits.masked_fill(~logits.isfinite(), 0.0)
             # One number that no two tokens' logits can cancel in, but by chance.
-            weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
+            weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(
+                logits
+            )
             (gradient,) = torch.autograd.grad((logits * weights).sum(), entered[:1])
     # Each library that has no derivative says so in its own way.
     except Exception as error:

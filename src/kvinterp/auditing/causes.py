@@ -2,16 +2,20 @@
 
 An excuse is granted only where the error vanishes with its cause, never because it is small:
 
-- *order*: with one fixed order of additions for every sum, the cached step gives the recomputation's very bits.
-- *cast*: with a fixed order, and every cast to a narrower dtype left out, it does; where constants were computed in a
-  narrower dtype when the model was made, also with those computed again in float64.
-- *choice*: the first thing that differs is which experts are chosen, among scores that the difference of the scores can bring
-  past each other; with a fixed order the same ones are chosen.
-- *rounding*: the two paths compute the same function in two ways (a recurrence step by step and in chunks). Then both are
-  measured against the same block in float64 on the same inputs: the cached step may be no further from it than the
-  recomputation is, or, in float32, the error is within float32's rounding and gone in float64. In float64 itself the error
-  must be of the size that float64's rounding makes.
-- *kernel*: larger than rounding with the machine's kernels, gone with a fixed order, and no coarser than a sum in 16 bits.
+- *order*: with one fixed order of additions for every sum, the cached step gives the
+  recomputation's very bits.
+- *cast*: with a fixed order, and every cast to a narrower dtype left out, it does; where constants
+  were computed in a narrower dtype when the model was made, also with those computed again in
+  float64.
+- *choice*: the first thing that differs is which experts are chosen, among scores that the
+  difference of the scores can bring past each other; with a fixed order the same ones are chosen.
+- *rounding*: the two paths compute the same function in two ways (a recurrence step by step and in
+  chunks). Then both are measured against the same block in float64 on the same inputs: the cached
+  step may be no further from it than the recomputation is, or, in float32, the error is within
+  float32's rounding and gone in float64. In float64 itself the error must be of the size that
+  float64's rounding makes.
+- *kernel*: larger than rounding with the machine's kernels, gone with a fixed order, and no coarser
+  than a sum in 16 bits.
 
 What none of these takes away is wrong.
 """
@@ -39,10 +43,12 @@ from kvinterp.paths.kernels.base import Operations
 COARSE = 8.0
 """How much further off than rounding a coarse kernel may be."""
 AS_FAR, ONCE = 2.0, 3**-0.5
-"""How much further from float64 a cached step may be than the recomputation (root mean square), and the root mean square
-error of rounding once, in unit roundoffs."""
+"""How much further from float64 a cached step may be than the recomputation (root mean square), and
+the root mean square error of rounding once, in unit roundoffs."""
 WORST, FEW = 4.0, 4.0
-"""The same for the worst element, and the unit roundoffs of the largest one that are always allowed."""
+"""The same for the worst element, and the unit roundoffs of the largest one that are always
+allowed.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +56,9 @@ class Cause:
     """What takes an error away.
 
     Attributes:
-        word: ``order``, ``cast``, ``choice``, ``rounding``, ``kernel``, ``form`` (it computes the same, held otherwise);
-            ``unknown`` where it could not be tried; empty where nothing takes it away.
+        word: ``order``, ``cast``, ``choice``, ``rounding``, ``kernel``, ``form`` (it computes the
+            same, held otherwise); ``unknown`` where it could not be tried; empty where nothing
+            takes it away.
         dtype: For a cast, the dtype cast to.
         module: For a cast, the module that casts.
         left: The error that remains without the cause.
@@ -70,7 +77,8 @@ class WithoutCasts(Kernels):
     """No cast to a narrower dtype than the model's own: its wider values go through.
 
     Attributes:
-        order: ``"native"``: on the machine's own kernels; ``"fixed"``: with a fixed order of additions.
+        order: ``"native"``: on the machine's own kernels; ``"fixed"``: with a fixed order of
+            additions.
     """
 
     order: str = "native"
@@ -81,7 +89,8 @@ class WithoutCasts(Kernels):
 
         def widened(func: Any, args: Any, kwargs: Any) -> Any:
             to = kwargs.get("dtype")
-            # Not casts alone: what is made in a narrower dtype, or summed in one, would bring them back.
+            # Not casts alone: what is made in a narrower dtype, or summed in one, would bring them
+            #     back.
             if to is not None and to.is_floating_point and narrower(to, adapter.dtype):
                 return func(*args, **{**kwargs, "dtype": adapter.dtype})
             return NotImplemented
@@ -93,9 +102,11 @@ class WithoutCasts(Kernels):
 
 @contextlib.contextmanager
 def wide_constants(twin: Adapter) -> Iterator[None]:
-    """The model's buffers as its own code computes them in float64, in the place of float32 ones of the same values.
+    """The model's buffers as its own code computes them in float64, in the place of float32 ones of
+    the same values.
 
-    Decays and frequencies are computed once, when a model is made, and keep the rounding that they got there.
+    Decays and frequencies are computed once, when a model is made, and keep the rounding that they
+    got there.
     """
     source: Any = twin.source
     before = torch.get_default_dtype()
@@ -114,9 +125,15 @@ def wide_constants(twin: Adapter) -> Iterator[None]:
         for name, module in source.named_modules():
             for key, constant in list(module.named_buffers(recurse=False)):
                 new = getattr(fresh.get(name), key, None)
-                if not isinstance(new, Tensor) or new.dtype != torch.float64 or new.shape != constant.shape:
+                if (
+                    not isinstance(new, Tensor)
+                    or new.dtype != torch.float64
+                    or new.shape != constant.shape
+                ):
                     continue
-                if constant.is_floating_point() and torch.allclose(new, constant.double(), rtol=near, atol=0):
+                if constant.is_floating_point() and torch.allclose(
+                    new, constant.double(), rtol=near, atol=0
+                ):
                     swapped.append((module, key, constant))
                     setattr(module, key, new)
         yield
@@ -126,7 +143,8 @@ def wide_constants(twin: Adapter) -> Iterator[None]:
 
 
 def excused(dtype: torch.dtype, limit: float) -> float:
-    """The largest relative error that another order of additions can be the reason of, as coarse as kernels of a dtype are.
+    """The largest relative error that another order of additions can be the reason of, as coarse as
+    kernels of a dtype are.
 
     Args:
         dtype: What the kernel is given.
@@ -146,9 +164,11 @@ def coarsest(casts: dict[str, tuple[str, ...]]) -> str:
 
 
 def beyond_truth(twin: Adapter, sight: Sight, unit: float) -> tuple[Finding | None, bool]:
-    """The first tensor that a cached step has further from float64's than the recomputation has it, or None.
+    """The first tensor that a cached step has further from float64's than the recomputation has it,
+    or None.
 
-    And whether what the block computes is further from it: where it is not, that tensor may be held in another form.
+    And whether what the block computes is further from it: where it is not, that tensor may be held
+    in another form.
 
     Args:
         twin: The model in float64.
@@ -171,10 +191,17 @@ def beyond_truth(twin: Adapter, sight: Sight, unit: float) -> tuple[Finding | No
         if event.name == CHOICE and other is not None and event.chosen != other.chosen:
             finding = findings[CHOICE, event.module]
             return (first, False) if finding.nearly_equal else (first or finding, True)
-        if finding is None or true is None or other is None or event.name in ("attention mask", CHOICE):
+        if (
+            finding is None
+            or true is None
+            or other is None
+            or event.name in ("attention mask", CHOICE)
+        ):
             continue
         by_position = event.name in ("K", "V")
-        if finding.error == math.inf or _further(event.tensor, other.tensor, true.tensor, unit, by_position):
+        if finding.error == math.inf or _further(
+            event.tensor, other.tensor, true.tensor, unit, by_position
+        ):
             first = first or finding
             if sight.is_end(finding):
                 return first, True
@@ -182,14 +209,19 @@ def beyond_truth(twin: Adapter, sight: Sight, unit: float) -> tuple[Finding | No
 
 
 def _truth(twin: Adapter, sight: Sight) -> list[Event] | None:
-    """What happens on the same inputs in float64, without the model's casts if it runs without; None where it does not run."""
+    """What happens on the same inputs in float64, without the model's casts if it runs without;
+    None where it does not run.
+    """
     assert sight.reference is not None
     for kernels in (WithoutCasts(), None):
         hooks = BlockHooks(BlockModel(twin, kernels))
         inputs, outputs = (
-            {c: t.double() for c, t in side.items()} for side in (sight.reference.inputs, sight.reference.outputs)
+            {c: t.double() for c, t in side.items()}
+            for side in (sight.reference.inputs, sight.reference.outputs)
         )
-        hooks.reference = Reference(sight.reference.tokens, sight.reference.logits.double(), inputs, outputs)
+        hooks.reference = Reference(
+            sight.reference.tokens, sight.reference.logits.double(), inputs, outputs
+        )
         with contextlib.suppress(RuntimeError, ValueError, TypeError), hooks.attached():
             return recomputed(hooks, sight.feed, sight.layer)
     return None
@@ -200,7 +232,8 @@ def _further(mine: Tensor, theirs: Tensor, true: Tensor, unit: float, by_positio
         return False
     a, b, t = mine.double(), theirs.double(), true.double()
     if by_position:
-        # Of all keys and values only those that differ: one wrong one does not hide among many right ones.
+        # Of all keys and values only those that differ: one wrong one does not hide among many
+        # right ones.
         apart = (a != b).flatten(0, -3).any(-1).any(0)
         a, b, t = a[..., apart, :], b[..., apart, :], t[..., apart, :]
     finite = a.isfinite() & b.isfinite() & t.isfinite()
@@ -220,7 +253,9 @@ def _rms(values: Tensor) -> Tensor:
 
 
 def other_attention(twin: Adapter) -> bool:
-    """Gives a copy of the model attention in torch's own operations; whether it had another kernel before."""
+    """Gives a copy of the model attention in torch's own operations; whether it had another kernel
+    before.
+    """
     source: Any = twin.source
     if twin.facts.attention == "eager" or not hasattr(source, "set_attn_implementation"):
         return False

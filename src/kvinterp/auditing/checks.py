@@ -22,12 +22,15 @@ class Check:
 
     Attributes:
         name: The use.
-        status: ``"right"``, ``"wrong"`` (it is off, or crashes), ``"off without a cache too"``, ``"refused"`` by the library;
-            ``"not run"``, ``"cannot tell"``, or ``"wrong beyond what a cache promises"``, which does not fail.
+        status: ``"right"``, ``"wrong"`` (it is off, or crashes), ``"off without a cache too"``,
+            ``"refused"`` by the library; ``"not run"``, ``"cannot tell"``, or
+            ``"wrong beyond what a cache promises"``, which does not fail.
         detail: One sentence: what was run and what it showed, or why it was not run.
-        error: Largest error of the logits, of the largest logit, beside one forward without a cache over a row's own tokens.
+        error: Largest error of the logits, of the largest logit, beside one forward without a cache
+            over a row's own tokens.
         null: The limit: the root of how far that forward is from itself.
-        step: The column of the program (pads counted) at which a tensor is first wrong, where one was found.
+        step: The column of the program (pads counted) at which a tensor is first wrong, where one
+            was found.
         hint: The likely cause; of what was not run, the option that runs it.
         layer: The first block that is wrong, where it failed and that could be found.
         tensor: The first tensor that is wrong there.
@@ -36,7 +39,8 @@ class Check:
         program: The smallest program that shows it.
         lines: It as lines of plain Python.
         reach: How far the programs went that were right in it.
-        asked: The program that the user asked for and that came to this, unless it is wrong or right.
+        asked: The program that the user asked for and that came to this, unless it is wrong or
+            right.
     """
 
     name: str
@@ -58,7 +62,11 @@ class Check:
     @property
     def failure(self) -> str:
         """What a wrong one showed, and where."""
-        where = "" if self.layer is None else f" First apart: {self.tensor} of {part_named(self.layer, self.tensor)}."
+        where = (
+            ""
+            if self.layer is None
+            else f" First apart: {self.tensor} of {part_named(self.layer, self.tensor)}."
+        )
         if self.tensor == RAISED:
             where = f" It is raised in {self.module}."
         return f"{self.name} is wrong: {self.detail}{where}"

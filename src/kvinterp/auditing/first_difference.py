@@ -1,7 +1,9 @@
-"""Inside the blocks: the tensors that differ when a cached step and the recomputation are given equal inputs.
+"""Inside the blocks: the tensors that differ when a cached step and the recomputation are given
+equal inputs.
 
-Both runs are watched twice over: what every module of a block is given and returns, and what attention reads. Keys and values
-are compared position by position. Casts to a narrower dtype are noted with the module that makes them.
+Both runs are watched twice over: what every module of a block is given and returns, and what
+attention reads. Keys and values are compared position by position. Casts to a narrower dtype are
+noted with the module that makes them.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Finding:
         position: The first absolute position at which it differs by more than the threshold.
         step: The position of the token being fed when that was seen.
         error: Its relative error there; inf where one side sees what the other does not.
-        nearly_equal: For an expert choice: whether rounding can have brought the swapped scores past each other.
+        nearly_equal: For an expert choice: whether rounding can have brought the swapped scores
+            past each other.
     """
 
     layer: int
@@ -91,12 +94,13 @@ class Sight:
         mine: What happened in the cached run, in order.
         theirs: What happened in the recomputation.
         reference: The rows every block was given, where they were given any.
-        hidden: For each attention: the position of the first key that only one side sees, where one has no mask.
+        hidden: For each attention: the position of the first key that only one side sees, where one
+            has no mask.
         lost: For each attention: the position of the first key that the cached run no longer has.
         casts: Narrower dtypes cast to on either side.
         both_cast: Those that both sides cast to.
-        ends: Names and modules of what the block was given and what it returned: what it computes, in whatever form it holds
-            what it computes with.
+        ends: Names and modules of what the block was given and what it returned: what it computes,
+            in whatever form it holds what it computes with.
     """
 
     feed: Feed
@@ -111,9 +115,15 @@ class Sight:
     ends: frozenset[tuple[str, str]] = frozenset()
 
     def is_end(self, finding: Finding) -> bool:
-        """Whether it is of what the block computes: another form of keys or of a state is no error."""
+        """Whether it is of what the block computes: another form of keys or of a state is no
+        error.
+        """
         returned = any(name != BLOCK_INPUT for name, _ in self.ends)
-        return not returned or finding.tensor == CHOICE or (finding.tensor, finding.module) in self.ends
+        return (
+            not returned
+            or finding.tensor == CHOICE
+            or (finding.tensor, finding.module) in self.ends
+        )
 
     def error(self, tensors: Iterable[Finding]) -> float:
         """The largest error of those that are of what the block computes."""
@@ -122,7 +132,9 @@ class Sight:
     def note(self, mine: Watch, theirs: Watch) -> None:
         """Notes the casts of both sides, and which keys only one of them has or sees."""
         for name in dict.fromkeys([*mine.casts, *theirs.casts]):
-            self.casts[name] = tuple(dict.fromkeys(mine.casts.get(name, ()) + theirs.casts.get(name, ())))
+            self.casts[name] = tuple(
+                dict.fromkeys(mine.casts.get(name, ()) + theirs.casts.get(name, ()))
+            )
         self.both_cast = frozenset(mine.casts) & frozenset(theirs.casts)
         newest = self.feed.stop - 1
         for event, other in paired(mine.events, theirs.events):
@@ -136,7 +148,9 @@ class Sight:
                     self.lost[event.module] = lost
 
     def findings(self, threshold: float) -> list[Finding]:
-        """The tensors that differ by more, in the order in which they were computed, up to a choice that differs."""
+        """The tensors that differ by more, in the order in which they were computed, up to a choice
+        that differs.
+        """
         differing: list[Finding] = []
         newest = self.feed.stop - 1
         position = newest if self.feed.row is None else self.feed.row
@@ -153,7 +167,8 @@ class Sight:
                 add(event, "K", self.lost[event.module], math.inf)
             where, error = compared(event, other, position, newest)
             if event.name == CHOICE and (event.chosen, event.best) != (other.chosen, other.best):
-                # Scores that rounding alone brings past each other choose other experts: what follows is another function.
+                # Scores that rounding alone brings past each other choose other experts: what
+                # follows is another function.
                 near = swapped_nearly_equal(event, other)
                 add(event, CHOICE, where, error if near else math.inf, near=near)
                 break
@@ -166,11 +181,14 @@ class Sight:
 
 
 Differing = dict[int, tuple[Sight, list[Finding]]]
-"""What was seen of each block that differs, by layer, and the tensors that do, in the order in which they were computed."""
+"""What was seen of each block that differs, by layer, and the tensors that do, in the order in
+which they were computed.
+"""
 
 
 def differing(sights: Iterable[dict[int, Sight]], threshold: float) -> Differing:
-    """For each block that differs by more in any feed the one in which what it computes differs most, and the tensors that do.
+    """For each block that differs by more in any feed the one in which what it computes differs
+    most, and the tensors that do.
 
     The first of these has the position at which it was seen first.
     """
@@ -184,7 +202,9 @@ def differing(sights: Iterable[dict[int, Sight]], threshold: float) -> Differing
         sight, tensors = max(several, key=lambda each: each[0].error(each[1]))
         earlier = several[0][1][0]
         if (earlier.tensor, earlier.module) == (tensors[0].tensor, tensors[0].module):
-            tensors[0] = dataclasses.replace(tensors[0], position=earlier.position, step=earlier.step)
+            tensors[0] = dataclasses.replace(
+                tensors[0], position=earlier.position, step=earlier.step
+            )
         worst[layer] = sight, tensors
     return worst
 
@@ -194,8 +214,11 @@ def largest(found: Differing) -> float:
     return max((sight.error(tensors) for sight, tensors in found.values()), default=0.0)
 
 
-def look(hooks: BlockHooks, feeds: Sequence[Feed], layers: Sequence[int]) -> Iterator[dict[int, Sight]]:
-    """Feeds tokens given equal inputs and yields, for every feed that is looked at, what was seen of each block.
+def look(
+    hooks: BlockHooks, feeds: Sequence[Feed], layers: Sequence[int]
+) -> Iterator[dict[int, Sight]]:
+    """Feeds tokens given equal inputs and yields, for every feed that is looked at, what was seen
+    of each block.
 
     Args:
         hooks: The model's hooks, attached, with the reference whose rows every block is given.
@@ -207,7 +230,11 @@ def look(hooks: BlockHooks, feeds: Sequence[Feed], layers: Sequence[int]) -> Ite
         if feed.row is None:
             _, cache = hooks.feed(feed.start, feed.stop, cache)
             continue
-        mine = {layer: Watch(model, layer, feed.stop - feed.start, feed.back) for layer in layers if layer >= 0}
+        mine = {
+            layer: Watch(model, layer, feed.stop - feed.start, feed.back)
+            for layer in layers
+            if layer >= 0
+        }
         with watching(mine.values()):
             logits, cache = hooks.feed(feed.start, feed.stop, cache)
         ends = _ends(hooks, logits, feed.back)
@@ -217,10 +244,16 @@ def look(hooks: BlockHooks, feeds: Sequence[Feed], layers: Sequence[int]) -> Ite
         fresh = hooks.feed(0, feed.stop)[1] if any(states_kept.values()) else None
         sights = {}
         for layer in [layer for layer in layers if layer in ends]:
-            sight = sights[layer] = Sight(feed, layer, [*ends[layer][0]], [*again[layer][0]], hooks.reference)
-            sight.ends = frozenset((event.name, event.module) for event in itertools.chain(*ends[layer]))
+            sight = sights[layer] = Sight(
+                feed, layer, [*ends[layer][0]], [*again[layer][0]], hooks.reference
+            )
+            sight.ends = frozenset(
+                (event.name, event.module) for event in itertools.chain(*ends[layer])
+            )
             if layer in mine:
-                fresh_states = _states(model, fresh, mine[layer], layer) if states_kept[layer] else []
+                fresh_states = (
+                    _states(model, fresh, mine[layer], layer) if states_kept[layer] else []
+                )
                 sight.note(mine[layer], theirs[layer])
                 sight.mine += [*_in_order(mine[layer].events, states_kept[layer]), *ends[layer][1]]
                 sight.theirs += [*_in_order(theirs[layer].events, fresh_states), *again[layer][1]]
@@ -228,7 +261,9 @@ def look(hooks: BlockHooks, feeds: Sequence[Feed], layers: Sequence[int]) -> Ite
 
 
 def recomputed(hooks: BlockHooks, feed: Feed, layer: int) -> list[Event]:
-    """What happens in a block, or at an end, where the prefix of a feed is recomputed; and the states that it leaves."""
+    """What happens in a block, or at an end, where the prefix of a feed is recomputed; and the
+    states that it leaves.
+    """
     watches, ends = _recomputed(hooks, feed, [layer] if layer >= 0 else [])
     before, after = ends[layer]
     if not 0 <= layer < len(hooks.model.blocks):
@@ -240,8 +275,12 @@ def recomputed(hooks: BlockHooks, feed: Feed, layer: int) -> list[Event]:
 Ends = tuple[list[Event], list[Event]]
 
 
-def _recomputed(hooks: BlockHooks, feed: Feed, layers: Iterable[int]) -> tuple[dict[int, Watch], dict[int, Ends]]:
-    """What is seen of the same row where the prefix is recomputed: the blocks' watches, and every part's ends."""
+def _recomputed(
+    hooks: BlockHooks, feed: Feed, layers: Iterable[int]
+) -> tuple[dict[int, Watch], dict[int, Ends]]:
+    """What is seen of the same row where the prefix is recomputed: the blocks' watches, and every
+    part's ends.
+    """
     watches = {layer: Watch(hooks.model, layer, feed.stop, feed.back) for layer in layers}
     with watching(watches.values()):
         logits = hooks.recompute(feed.stop)
@@ -259,14 +298,21 @@ def _ends(hooks: BlockHooks, logits: Tensor, back: int) -> dict[int, Ends]:
         entering, leaving = tensor[..., back, :].clone(), hooks.outputs.get((layer, nth))
         before = [Event(BLOCK_INPUT, name, entering)]
         if not ends:
-            ends[EMBEDDING], before = ([Event("embedding", model.end_name("input"), entering)], []), []
-        ends[layer] = before, [] if leaving is None else [Event(RESIDUAL, name, leaving[..., back, :].clone())]
+            ends[EMBEDDING], before = (
+                ([Event("embedding", model.end_name("input"), entering)], []),
+                [],
+            )
+        ends[layer] = (
+            before,
+            [] if leaving is None else [Event(RESIDUAL, name, leaving[..., back, :].clone())],
+        )
     ends[len(model.blocks)] = [Event("logits", model.end_name("output"), logits[..., back, :])], []
     return ends
 
 
 def _states(model: BlockModel, cache: Any, watch: Watch, layer: int) -> list[Event]:
-    """A block's recurrent and convolution states in a cache, as of the child of the block that keeps them.
+    """A block's recurrent and convolution states in a cache, as of the child of the block that
+    keeps them.
 
     That is the one whose modules make up most of what ran first.
     """
@@ -274,7 +320,9 @@ def _states(model: BlockModel, cache: Any, watch: Watch, layer: int) -> list[Eve
     if not states:
         return []
     block = model.name_of(model.blocks[layer])
-    named = [e.module.removeprefix(f"{block}.") for e in watch.events if e.module.startswith(f"{block}.")]
+    named = [
+        e.module.removeprefix(f"{block}.") for e in watch.events if e.module.startswith(f"{block}.")
+    ]
     nested = [name.split(".")[0] for name in named if "." in name]
     module = f"{block}.{nested[0]}" if nested else block
     return [Event(name, module, tensor) for name, tensor in states.items()]
@@ -286,14 +334,16 @@ def _in_order(inside: list[Event], states: list[Event]) -> list[Event]:
         return inside
     home, before = states[0].module, 0
     for event in inside:
-        entering = event.name == f"input of {home}" or event.name == RESIDUAL or ".in_proj" in event.module
+        entering = (
+            event.name == f"input of {home}" or event.name == RESIDUAL or ".in_proj" in event.module
+        )
         if event.module.startswith(home) and not entering:
             break
         before += 1
     return [*inside[:before], *states, *inside[before:]]
 
 
-# Two runs of one block --------------------------------------------------------------------------------------------------
+# Two runs of one block ----------------------------------------------------------------------------
 
 
 def paired(events: Iterable[Event], *others: Iterable[Event]) -> Iterator[tuple[Any, ...]]:
@@ -309,16 +359,20 @@ def paired(events: Iterable[Event], *others: Iterable[Event]) -> Iterator[tuple[
 
 
 def swapped_nearly_equal(mine: Event, other: Event) -> bool:
-    """Whether two choices differ only in experts whose scores the difference of the scores can bring past each other.
+    """Whether two choices differ only in experts whose scores the difference of the scores can
+    bring past each other.
 
-    Where each side took its highest scores and no score differs by more than d, what was swapped lies within 2 d.
+    Where each side took its highest scores and no score differs by more than d, what was swapped
+    lies within 2 d.
     """
     if mine.tensor.shape != other.tensor.shape or mine.tensor.dim() != 1 or mine.best != other.best:
         return False
     most = (mine.tensor.double() - other.tensor.double()).abs().max().item()
     swapped = sorted(mine.chosen ^ other.chosen)
     scores = other.tensor.double()[swapped]
-    return len(mine.chosen) == len(other.chosen) and (scores.max() - scores.min()).item() <= 2 * most
+    return (
+        len(mine.chosen) == len(other.chosen) and (scores.max() - scores.min()).item() <= 2 * most
+    )
 
 
 def compared(mine: Event, other: Event, position: int, newest: int) -> tuple[int, float]:
@@ -359,28 +413,42 @@ def _compare_visible(a: Tensor, b: Tensor, position: int, newest: int) -> tuple[
 
 
 def _first_apart(mine: Tensor, theirs: Tensor, newest: int) -> int | None:
-    """The position of the first key that only one side sees: aligned at the newest; a key that is not there is not seen."""
+    """The position of the first key that only one side sees: aligned at the newest; a key that is
+    not there is not seen.
+    """
     keys = max(len(mine), len(theirs))
     mine, theirs = (torch.nn.functional.pad(seen, (keys - len(seen), 0)) for seen in (mine, theirs))
-    return None if torch.equal(mine, theirs) else newest + 1 - keys + int((mine != theirs).int().argmax())
+    return (
+        None
+        if torch.equal(mine, theirs)
+        else newest + 1 - keys + int((mine != theirs).int().argmax())
+    )
 
 
 def seen_differently(first: Watch, second: Watch, module: str, newest: int) -> int | None:
-    """The first key that only one side lets the newest query see, where one side is given no mask: its position."""
+    """The first key that only one side lets the newest query see, where one side is given no mask:
+    its position.
+    """
     seen = []
     for watch in (first, second):
         mask, keys = watch.first(module, "attention mask"), watch.first(module, "K")
         if keys is None or watch.first(module, "attention scores") is not None:
             return None
         count = keys.shape[-2]
-        seen.append(torch.ones(count, dtype=torch.bool) if mask is None else visible_keys(mask).cpu()[-count:])
+        seen.append(
+            torch.ones(count, dtype=torch.bool)
+            if mask is None
+            else visible_keys(mask).cpu()[-count:]
+        )
     given = [watch.first(module, "attention mask") is not None for watch in (first, second)]
     mine, theirs = seen
     return None if all(given) else _first_apart(mine, theirs, newest)
 
 
 def lost_key(mine: Event, other: Event, second: Watch, newest: int) -> int | None:
-    """The first position whose key a cached step no longer has though the recomputation looks at it."""
+    """The first position whose key a cached step no longer has though the recomputation looks at
+    it.
+    """
     missing = other.tensor.shape[-2] - mine.tensor.shape[-2]
     if missing <= 0:
         return None
@@ -394,11 +462,15 @@ def lost_key(mine: Event, other: Event, second: Watch, newest: int) -> int | Non
 
 
 def _dropped(mine: Tensor, other: Tensor, missing: int) -> int:
-    """The first index whose key is not there: up to it keys are what the recomputation has at the same place."""
+    """The first index whose key is not there: up to it keys are what the recomputation has at the
+    same place.
+    """
     a, b = (t.flatten(0, -3).double() for t in (mine, other))
     if a.shape[0] != b.shape[0] or a.shape[-1] != b.shape[-1]:
         return 0
     count = a.shape[-2]
-    kept, moved = ((a - part).abs().amax((0, 2)) for part in (b[:, :count], b[:, missing : missing + count]))
+    kept, moved = (
+        (a - part).abs().amax((0, 2)) for part in (b[:, :count], b[:, missing : missing + count])
+    )
     off = kept > moved
     return int(off.int().argmax()) if bool(off.any()) else 0

@@ -1,4 +1,6 @@
-"""Judging one rung: each block that differs is looked into, and each possible cause is taken away to see what remains."""
+"""Judging one rung: each block that differs is looked into, and each possible cause is taken away
+to see what remains.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,23 @@ import pandas as pd
 import torch
 
 from kvinterp.auditing.blocks import BlockModel, referenced
-from kvinterp.auditing.causes import Cause, WithoutCasts, beyond_truth, coarsest, excused, wide_constants
-from kvinterp.auditing.first_difference import Differing, Feed, Finding, Sight, differing, largest, look
+from kvinterp.auditing.causes import (
+    Cause,
+    WithoutCasts,
+    beyond_truth,
+    coarsest,
+    excused,
+    wide_constants,
+)
+from kvinterp.auditing.first_difference import (
+    Differing,
+    Feed,
+    Finding,
+    Sight,
+    differing,
+    largest,
+    look,
+)
 from kvinterp.auditing.ladder import EMBEDDING, ONE_BY_ONE, Plan, PrecisionRun, band, unit_roundoff
 from kvinterp.auditing.values import difference
 from kvinterp.auditing.watch import CHOICE
@@ -23,15 +40,20 @@ from kvinterp.models import Adapter
 from kvinterp.paths.kernels import BatchInvariant, Kernels, Native
 
 APART = 1e6
-"""How many times further than the logits what a block returns has to be off to be another part of the same sum."""
+"""How many times further than the logits what a block returns has to be off to be another part of
+the same sum.
+"""
 NO_FLOAT64, GONE = "the model cannot be run in float64 here", "gone with a fixed order"
 LOOKED_AT = 3
-"""How many single tokens before a wrong one are looked into as well: a state goes wrong before what it feeds."""
+"""How many single tokens before a wrong one are looked into as well: a state goes wrong before what
+it feeds.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A row of a rung's tables: tokens of a prompt, fed at once from start to stop after a prefill, and what is looked at.
+    """A row of a rung's tables: tokens of a prompt, fed at once from start to stop after a prefill,
+    and what is looked at.
 
     Attributes:
         side: The run whose tables it is of: the machine's own kernels, or a fixed order.
@@ -47,16 +69,24 @@ class Case:
     @classmethod
     def of(cls, row: Any, side: PrecisionRun) -> Case:
         """Makes the case of a row."""
-        return cls(**{name: int(row[name]) for name in ("prompt", "prefill", "start", "stop", "position")}, side=side)
+        return cls(
+            **{name: int(row[name]) for name in ("prompt", "prefill", "start", "stop", "position")},
+            side=side,
+        )
 
     def feeds(self, plan: Plan) -> list[Feed]:
         """What is fed to see it again: at most the last few of many single tokens are looked at."""
         if self.stop - self.start > 1 or not self.start:
-            before = [end for end in plan.chunks(self.prefill) if end < self.stop] if self.start else [0]
+            before = (
+                [end for end in plan.chunks(self.prefill) if end < self.stop] if self.start else [0]
+            )
             fed = [Feed(*piece) for piece in itertools.pairwise([*before, self.stop])]
             return [*fed[:-1], dataclasses.replace(fed[-1], row=self.position)]
         feeds = Feed.one_by_one(self.prefill, self.stop)
-        return [dataclasses.replace(f, row=None) if f.start < self.start - LOOKED_AT else f for f in feeds]
+        return [
+            dataclasses.replace(f, row=None) if f.start < self.start - LOOKED_AT else f
+            for f in feeds
+        ]
 
     @property
     def fed(self) -> str:
@@ -64,7 +94,11 @@ class Case:
         if self.stop - self.start == 1:
             return ONE_BY_ONE
         fed = f"{self.stop - self.start} tokens fed at once"
-        return f"{fed} on a cache of {self.start}" if self.start else f"a prompt's {fed} that fill the cache"
+        return (
+            f"{fed} on a cache of {self.start}"
+            if self.start
+            else f"a prompt's {fed} that fill the cache"
+        )
 
 
 @dataclasses.dataclass
@@ -74,7 +108,8 @@ class Judged:
     Attributes:
         finding: Its first tensor that differs, or that nothing takes away.
         cause: What takes the error away; its word is empty where nothing does.
-        kernels: How it was seen: ``fixed order``, ``native`` (a fixed order was tried too) or ``none fixed``.
+        kernels: How it was seen: ``fixed order``, ``native`` (a fixed order was tried too) or
+            ``none fixed``.
         fed: How the tokens were fed: one by one, or several at once and how.
         beside: The names of all tensors that differ with it.
     """
@@ -103,13 +138,18 @@ class RungJudge:
         self.open: list[tuple[Judged, Sight, Case]] = []
 
     def judge(self) -> list[Judged]:
-        """What was found, in the order of the layers; what needs the model in float64 stays open (see :meth:`settle`)."""
+        """What was found, in the order of the layers; what needs the model in float64 stays open
+        (see :meth:`settle`).
+        """
         if self.run.fixed is not None:
             self._fixed(self.run.fixed)
             self._kernels()
         else:
-            # Without a fixed order every block that differs is judged beside float64 on the same inputs.
-            for case, layers in _cases(self.run, self.run.every_error, self.run.among_more * self.limit).items():
+            # Without a fixed order every block that differs is judged beside float64 on the same
+            # inputs.
+            for case, layers in _cases(
+                self.run, self.run.every_error, self.run.among_more * self.limit
+            ).items():
                 for sight, tensors in self._look(case, None, layers).values():
                     self._explain(case, sight, tensors, None)
         return self._ordered()
@@ -119,8 +159,9 @@ class RungJudge:
 
         Args:
             twin: The model in float64, or None where there is none.
-            clean: The layers in which the float64 rung found nothing wrong: an error within float32's rounding is gone there.
-                None where there is no such rung; then each case is run in float64 here, where rounding must be gone.
+            clean: The layers in which the float64 rung found nothing wrong: an error within
+                float32's rounding is gone there. None where there is no such rung; then each case
+                is run in float64 here, where rounding must be gone.
         """
         self.twin = twin
         for judged, sight, case in self.open:
@@ -132,21 +173,35 @@ class RungJudge:
                 if wrong is not None and self._another_form(case, wrong, proven):
                     wrong = None
                 if wrong is None and clean is None and not kernel:
-                    tried = (self._tried(case, each, [judged.finding.layer]) for each in (Native(), WithoutCasts()))
-                    left = min((largest(blocks) for blocks in tried if blocks is not None), default=math.nan)
+                    tried = (
+                        self._tried(case, each, [judged.finding.layer])
+                        for each in (Native(), WithoutCasts())
+                    )
+                    left = min(
+                        (largest(blocks) for blocks in tried if blocks is not None),
+                        default=math.nan,
+                    )
                     if math.isnan(left):
                         raise RuntimeError(NO_FLOAT64)
-                    if left > band(torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms):
+                    if left > band(
+                        torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms
+                    ):
                         judged.cause = Cause("", left=left, detail="there in float64 too")
                     continue
-            except Exception as error:  # What users put on a model says by any error that it takes no float64.
+            except (
+                Exception
+            ) as error:  # What users put on a model says by any error that it takes no float64.
                 if not kernel:
                     judged.cause = self._without_float64(judged.finding, error)
                 continue
             gone = self.dtype == torch.float32 and judged.finding.layer in (clean or ())
             if kernel and wrong is None:
-                # Where the recomputation is as far from float64, no kernel is coarse: the tensor is hard to compute.
-                judged.cause = Cause("order", detail=f"{GONE}; the recomputation is as far from float64 on the same inputs")
+                # Where the recomputation is as far from float64, no kernel is coarse: the tensor is
+                # hard to compute.
+                judged.cause = Cause(
+                    "order",
+                    detail=f"{GONE}; the recomputation is as far from float64 on the same inputs",
+                )
             elif not kernel and wrong is not None and (wrong.error > self.limit or not gone):
                 detail = "further from float64 on the same inputs than the recomputation"
                 judged.finding, judged.cause = wrong, Cause("", left=wrong.error, detail=detail)
@@ -154,7 +209,9 @@ class RungJudge:
         return self._ordered()
 
     def _without_float64(self, finding: Finding, error: Exception) -> Cause:
-        """What is nearer to the tensor itself than to rounding, on a scale of logarithms, is none; all else is unknown."""
+        """What is nearer to the tensor itself than to rounding, on a scale of logarithms, is none;
+        all else is unknown.
+        """
         if finding.error > self.limit**0.5:
             said = f"further off than the root of what {self.name} rounds ({reason(error)})"
             return Cause("", left=finding.error, detail=said)
@@ -162,10 +219,13 @@ class RungJudge:
 
     def _ordered(self) -> list[Judged]:
         self.twin = None  # So that it is not kept while another copy is made.
-        # Within a layer one token at a time before several at once: what is wrong in both is first seen there.
-        return sorted(self.found, key=lambda j: (j.finding.layer, j.fed != ONE_BY_ONE, j.finding.position))
+        # Within a layer one token at a time before several at once: what is wrong in both is first
+        # seen there.
+        return sorted(
+            self.found, key=lambda j: (j.finding.layer, j.fed != ONE_BY_ONE, j.finding.position)
+        )
 
-    # With a fixed order every difference has another reason ---------------------------------------------------------------
+    # With a fixed order every difference has another reason ---------------------------------------
 
     def _fixed(self, fixed: PrecisionRun) -> None:
         for case, layers in _cases(fixed, fixed.every_error, 0.0).items():
@@ -177,7 +237,9 @@ class RungJudge:
                 remaining = None if left is None else left[layer][1] if layer in left else []
                 self._explain(case, sight, tensors, remaining)
 
-    def _explain(self, case: Case, sight: Sight, tensors: list[Finding], left: list[Finding] | None) -> None:
+    def _explain(
+        self, case: Case, sight: Sight, tensors: list[Finding], left: list[Finding] | None
+    ) -> None:
         """One block that differs with a fixed order: a cast's, rounding's, or nobody's."""
         kernels = "fixed order" if case.side is self.run.fixed else "none fixed"
         remaining, first = tensors if left is None else left, tensors[0]
@@ -191,41 +253,62 @@ class RungJudge:
         if sight.casts and left is not None and (worst == 0 or shrunk):
             cause = _cast(sight, first, worst, "gone with the casts left out")
         elif not finest:
-            cause = Cause("rounding", left=worst, detail="as far from float64 on the same inputs as the recomputation")
+            cause = Cause(
+                "rounding",
+                left=worst,
+                detail="as far from float64 on the same inputs as the recomputation",
+            )
         elif beyond is None:
             cause = Cause("rounding", left=worst, detail="of the size that float64 rounds")
         else:
-            found = self._tried(case, WithoutCasts("fixed"), [sight.layer], wide_constants(self.twin))
+            found = self._tried(
+                case, WithoutCasts("fixed"), [sight.layer], wide_constants(self.twin)
+            )
             if found is not None and largest(found) <= self.limit:
                 said = "gone with the casts left out and constants computed in float64"
                 cause = Cause("cast", "float32", first.module, largest(found), said)
             elif self._same_logits(case, beyond.error):
-                cause = Cause("form", left=beyond.error, detail="held otherwise between blocks: the logits agree")
+                cause = Cause(
+                    "form",
+                    left=beyond.error,
+                    detail="held otherwise between blocks: the logits agree",
+                )
             else:
                 first, cause = beyond, Cause("", left=beyond.error)
         judged = self._add(case, first, tensors, cause, kernels)
         if cause.word == "rounding" and not finest:
             self.open.append((judged, sight, case))
 
-    def _same_logits(self, case: Case, error: float, under: Sequence[Kernels] = (Native(), WithoutCasts())) -> bool:
-        """Whether the same tokens, nothing handed over, have the same logits though a block is off by so much.
+    def _same_logits(
+        self, case: Case, error: float, under: Sequence[Kernels] = (Native(), WithoutCasts())
+    ) -> bool:
+        """Whether the same tokens, nothing handed over, have the same logits though a block is off
+        by so much.
 
         Then what it returns is another part of the same sum, which a later block completes.
         """
-        tokens, limit = self.run.plan.tokens(case.prompt, self.twin.device), band(torch.float64, self.terms)
+        tokens, limit = (
+            self.run.plan.tokens(case.prompt, self.twin.device),
+            band(torch.float64, self.terms),
+        )
         for kernels in under if case.start else ():
             model, cache, apart_by = BlockModel(self.twin, kernels), None, 0.0
             with contextlib.suppress(RuntimeError, UnsupportedError):
                 reference = model.recompute(tokens)
                 for feed in case.feeds(self.run.plan):
                     logits, cache = model.feed(tokens[:, feed.start : feed.stop], cache)
-                    apart_by = max(apart_by, difference(logits, reference[:, feed.start : feed.stop]))
-                if apart_by <= limit and error > APART * max(apart_by, unit_roundoff(torch.float64)):
+                    apart_by = max(
+                        apart_by, difference(logits, reference[:, feed.start : feed.stop])
+                    )
+                if apart_by <= limit and error > APART * max(
+                    apart_by, unit_roundoff(torch.float64)
+                ):
                     return True
         return False
 
     def _another_form(self, case: Case, wrong: Finding, proven: bool) -> bool:
-        """Whether a block computes the same in float64 with that tensor as different: then it is held in another form.
+        """Whether a block computes the same in float64 with that tensor as different: then it is
+        held in another form.
 
         Where what it computes here is proven to be off too, the logits have to agree in float64.
         """
@@ -243,14 +326,18 @@ class RungJudge:
                 return True
         return False
 
-    # With the machine's kernels ---------------------------------------------------------------------------------------------
+    # With the machine's kernels -------------------------------------------------------------------
 
     def _kernels(self) -> None:
-        """What is larger than rounding with the machine's kernels though with a fixed order it is not there."""
+        """What is larger than rounding with the machine's kernels though with a fixed order it is
+        not there.
+        """
         lower = {j.finding.layer: j.cause.dtype for j in self.found if j.cause.word == "cast"}
         known = {j.finding.layer for j in self.found if j.cause.word != "cast"}
         every = self.run.every_error[~self.run.every_error["layer"].isin(known)]
-        limits = every["layer"].map(lambda n: band(getattr(torch, lower[n]), self.terms) if n in lower else self.limit)
+        limits = every["layer"].map(
+            lambda n: band(getattr(torch, lower[n]), self.terms) if n in lower else self.limit
+        )
         for case, layers in _cases(self.run, every, limits).items():
             for sight, tensors in self._look(case, None, layers, self.limit).values():
                 gone = not largest(self._in_order(case, sight.layer))
@@ -262,7 +349,9 @@ class RungJudge:
             self._show_first()
 
     def _kernel(self, case: Case, sight: Sight, tensors: list[Finding], gone: bool) -> Cause:
-        """Why a block differs by more than rounding with the machine's kernels; ``gone``: with a fixed order it does not."""
+        """Why a block differs by more than rounding with the machine's kernels; ``gone``: with a
+        fixed order it does not.
+        """
         first, error = tensors[0], sight.error(tensors)
         if not gone:
             return Cause("", left=first.error)
@@ -272,28 +361,51 @@ class RungJudge:
             left = self._without_casts(case, sight.layer)
             # What only a cached step casts, and a fixed order takes away, is inside its kernel.
             if left <= self.limit and coarsest(sight.casts) in sight.both_cast:
-                return _cast(sight, first, left, "gone with the casts left out, and with a fixed order")
+                return _cast(
+                    sight, first, left, "gone with the casts left out, and with a fixed order"
+                )
         if error > excused(self.dtype, self.limit):
-            # What stands before the first block or behind the last is in no block in which casts are watched.
+            # What stands before the first block or behind the last is in no block in which casts
+            # are watched.
             watched = 0 <= sight.layer < len(self.run.layers)
             could = not watched and error <= excused(torch.float32, band(torch.float32, self.terms))
-            left = self._without_casts(case, sight.layer) if could and self.dtype == torch.float64 else math.inf
+            left = (
+                self._without_casts(case, sight.layer)
+                if could and self.dtype == torch.float64
+                else math.inf
+            )
             if left <= self.limit:
-                return Cause("cast", "float32", first.module, left, "gone with the casts left out, and with a fixed order")
-            return Cause("", left=error, detail=f"{GONE}, but more than any order of additions can be off")
-        # Float64 has nothing beside it that would tell a coarse kernel from a tensor that is hard to compute.
+                return Cause(
+                    "cast",
+                    "float32",
+                    first.module,
+                    left,
+                    "gone with the casts left out, and with a fixed order",
+                )
+            return Cause(
+                "", left=error, detail=f"{GONE}, but more than any order of additions can be off"
+            )
+        # Float64 has nothing beside it that would tell a coarse kernel from a tensor that is hard
+        # to compute.
         return Cause("order" if self.dtype == torch.float64 else "kernel", detail=GONE)
 
     def _without_casts(self, case: Case, layer: int) -> float:
-        """The error that is left in a block without the model's casts; inf where it does not run without."""
+        """The error that is left in a block without the model's casts; inf where it does not run
+        without.
+        """
         found = self._tried(case, WithoutCasts(), [layer])
         return math.inf if found is None else largest(found)
 
     def _show_first(self) -> None:
-        """The first tensor that differs with the machine's kernels, which a fixed order takes away."""
+        """The first tensor that differs with the machine's kernels, which a fixed order takes
+        away.
+        """
         every = self.run.every_error
-        # Tokens fed one by one are what a user of a cache waits for: their first difference is the one to name.
-        off = every[(every["error"] > 0) & (every["stop"] == every["start"] + 1) & ~self.run.among_more]
+        # Tokens fed one by one are what a user of a cache waits for: their first difference is the
+        # one to name.
+        off = every[
+            (every["error"] > 0) & (every["stop"] == every["start"] + 1) & ~self.run.among_more
+        ]
         if off.empty:
             return
         row = off.sort_values(["layer", "position", "prefill"]).iloc[0]
@@ -301,19 +413,27 @@ class RungJudge:
         for _, tensors in self._look(case, None, [int(row["layer"])]).values():
             self._add(case, tensors[0], tensors, Cause("order", detail=GONE), "native")
 
-    # Shared -------------------------------------------------------------------------------------------------------------
+    # Shared ---------------------------------------------------------------------------------------
 
-    def _add(self, case: Case, finding: Finding, beside: Sequence[Finding], cause: Cause, kernels: str) -> Judged:
-        self.found.append(Judged(finding, cause, kernels, case.fed, frozenset(one.tensor for one in beside)))
+    def _add(
+        self, case: Case, finding: Finding, beside: Sequence[Finding], cause: Cause, kernels: str
+    ) -> Judged:
+        self.found.append(
+            Judged(finding, cause, kernels, case.fed, frozenset(one.tensor for one in beside))
+        )
         return self.found[-1]
 
     def _in_order(self, case: Case, layer: int) -> Differing:
         """What still differs in a block with a fixed order of additions.
 
-        Given equal inputs that order is needed in this block alone, which costs little. Some blocks also read what another one
-        keeps (shared keys and values): what is left is looked at again with that order in the whole model.
+        Given equal inputs that order is needed in this block alone, which costs little. Some blocks
+        also read what another one
+        keeps (shared keys and values): what is left is looked at again with that order in the whole
+        model.
         """
-        return self._look(case, BatchInvariant(), [layer], only=[layer]) and self._look(case, BatchInvariant(), [layer])
+        return self._look(case, BatchInvariant(), [layer], only=[layer]) and self._look(
+            case, BatchInvariant(), [layer]
+        )
 
     def _tried(
         self,
@@ -322,7 +442,9 @@ class RungJudge:
         layers: Sequence[int],
         also: contextlib.AbstractContextManager[None] | None = None,
     ) -> Differing | None:
-        """What still differs in these blocks with a cause taken away; None where that does not run."""
+        """What still differs in these blocks with a cause taken away; None where that does not
+        run.
+        """
         try:
             with also or contextlib.nullcontext():
                 return self._look(case, kernels, layers)
@@ -339,20 +461,27 @@ class RungJudge:
     ) -> Differing:
         """What differs by more where a case is fed again, with these blocks watched."""
         plan = case.side.plan
-        with referenced(BlockModel(self.twin, kernels, only), plan.tokens(case.prompt, self.twin.device)) as hooks:
+        with referenced(
+            BlockModel(self.twin, kernels, only), plan.tokens(case.prompt, self.twin.device)
+        ) as hooks:
             return differing(look(hooks, case.feeds(plan), layers), threshold)
 
 
 def _cast(sight: Sight, first: Finding, left: float, detail: str) -> Cause:
-    """The narrowest cast of a block as the cause, by the module that makes it: the finding's own where it does."""
+    """The narrowest cast of a block as the cause, by the module that makes it: the finding's own
+    where it does.
+    """
     lower = coarsest(sight.casts)
     casting = sight.casts[lower]
     module = next((m for m in casting if m.startswith(first.module)), casting[0])
     return Cause("cast", lower, module, left, detail)
 
 
-def _cases(side: PrecisionRun, every: pd.DataFrame, limits: float | pd.Series) -> dict[Case, list[int]]:
-    """The cases to look into, each with the layers to look at: where a layer is first off, and where most.
+def _cases(
+    side: PrecisionRun, every: pd.DataFrame, limits: float | pd.Series
+) -> dict[Case, list[int]]:
+    """The cases to look into, each with the layers to look at: where a layer is first off, and
+    where most.
 
     An error that a cast explains may stand before one that nothing does.
     """
@@ -368,14 +497,16 @@ def _cases(side: PrecisionRun, every: pd.DataFrame, limits: float | pd.Series) -
     return {case: list(dict.fromkeys(layers)) for case, layers in chosen.items()}
 
 
-# Do the parts account for the whole? -------------------------------------------------------------------------------------
+# Do the parts account for the whole? --------------------------------------------------------------
 
-# With a fixed order of additions the answer is exact: where no part differs by a bit, no logit may. Otherwise errors of the
-# size found in each part are put into the recomputation, at random signs, and the logits' response is what the parts can
-# explain.
+# With a fixed order of additions the answer is exact: where no part differs by a bit, no logit may.
+# Otherwise errors of the size found in each part are put into the recomputation, at random signs,
+# and the logits' response is what the parts can explain.
 
 ROOM = 16.0
-"""How many times larger than the simulated response a free-running difference may be: the errors are not random signs."""
+"""How many times larger than the simulated response a free-running difference may be: the errors
+are not random signs.
+"""
 SEEDS = 3
 
 
@@ -385,9 +516,11 @@ class Account:
 
     Attributes:
         found: The largest relative difference of the logits, free-running.
-        explained: What errors of the parts' sizes, put into the recomputation, change the logits by (times :data:`ROOM`).
+        explained: What errors of the parts' sizes, put into the recomputation, change the logits by
+            (times :data:`ROOM`).
         kernels: ``"fixed order"`` or ``"native"``: which measurement is the more telling.
-        layer: Where the parts do not account for it: the first layer whose free-running output differs.
+        layer: Where the parts do not account for it: the first layer whose free-running output
+            differs.
         position: And the first position.
     """
 
@@ -404,7 +537,9 @@ class Account:
 
 
 def account(twin: Adapter, run: PrecisionRun, terms: int) -> Account:
-    """Judges the free-running differences of a rung by those given equal inputs; arguments as for ``judging.RungJudge``."""
+    """Judges the free-running differences of a rung by those given equal inputs; arguments as for
+    ``judging.RungJudge``.
+    """
     accounts = [_account(twin, run, side, terms) for side in (run.fixed, run) if side]
     return next((a for a in accounts if not a.holds), accounts[0])
 
@@ -413,26 +548,43 @@ def _account(twin: Adapter, run: PrecisionRun, side: PrecisionRun, terms: int) -
     kernels = "fixed order" if side is run.fixed else "native"
     worst = float(side.steps["relative"].max()) if len(side.steps) else 0.0
     every, explained = side.every_error, 0.0
-    # A fixed order is exact only where a row does not depend on how many there are, which the null shows.
+    # A fixed order is exact only where a row does not depend on how many there are, which the null
+    # shows.
     exact = side is run.fixed and side.largest_error == 0 and not (every["null"] > 0).any()
     if run.fixed is not None and side is run and worst <= band(side.dtype, terms):
         explained = worst  # No more than one rounding: then the fixed order's account is the one that is given.
     elif worst and not exact:
-        # A row that merely is among more rows has errors too, which a fixed order alone would take away.
-        sizes = every.assign(size=every[["error", "null"]].max(axis=1)).groupby(["layer", "part"])["size"].max().to_dict()
+        # A row that merely is among more rows has errors too, which a fixed order alone would take
+        # away.
+        sizes = (
+            every.assign(size=every[["error", "null"]].max(axis=1))
+            .groupby(["layer", "part"])["size"]
+            .max()
+            .to_dict()
+        )
         model, tokens = BlockModel(twin), run.plan.tokens(0, twin.device)
         reference, head = model.recompute(tokens)[0], (len(model.blocks), "output")
 
         def size(layer: int) -> float:
-            # What enters the first block and what stands before the next are put in here, where they are added to the stream.
-            return max(sizes.get(part, 0.0) for part in ((layer, "output"), (layer + 1, "input"), (-1, "output")))
+            # What enters the first block and what stands before the next are put in here, where
+            # they are added to the stream.
+            return max(
+                sizes.get(part, 0.0)
+                for part in ((layer, "output"), (layer + 1, "input"), (-1, "output"))
+            )
 
         moved = (model.moved(tokens, size, seed)[0] for seed in range(SEEDS))
-        response = max(difference(a, b) for again in moved for a, b in zip(again, reference, strict=True))
+        response = max(
+            difference(a, b) for again in moved for a, b in zip(again, reference, strict=True)
+        )
         explained = ROOM * (response + sizes.get(head, 0.0)) + band(side.dtype, terms)
     if worst <= explained:
         return Account(worst, explained, kernels)
-    differing = [row.layer for row in side.layers.itertuples() if row.max_abs > 0 and row.layer != EMBEDDING]
+    differing = [
+        row.layer for row in side.layers.itertuples() if row.max_abs > 0 and row.layer != EMBEDDING
+    ]
     layer = int(min(differing, default=len(list(twin.blocks))))
     steps = side.differing_steps
-    return Account(worst, explained, kernels, layer, int(steps["position"].min()) if len(steps) else None)
+    return Account(
+        worst, explained, kernels, layer, int(steps["position"].min()) if len(steps) else None
+    )

@@ -1,4 +1,6 @@
-"""One rung measured: free-running and given equal inputs, with the machine's kernels or with a fixed order of additions."""
+"""One rung measured: free-running and given equal inputs, with the machine's kernels or with a
+fixed order of additions.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,29 @@ from torch import Tensor
 
 from kvinterp import metrics
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
-from kvinterp.auditing.ladder import EMBEDDING, LOCAL, NORMED, STEPS, Plan, PrecisionRun, band, dtype_name
-from kvinterp.auditing.values import difference, first_nonfinite, first_wrong, logit_grid, row_errors
+from kvinterp.auditing.ladder import (
+    EMBEDDING,
+    LOCAL,
+    NORMED,
+    STEPS,
+    Plan,
+    PrecisionRun,
+    band,
+    dtype_name,
+)
+from kvinterp.auditing.values import (
+    difference,
+    first_nonfinite,
+    first_wrong,
+    logit_grid,
+    row_errors,
+)
 from kvinterp.models import Adapter
 from kvinterp.paths.kernels import Kernels, Native
 
 Part = tuple[int, str, int]
-"""A block's layer (-1: embedding, the number of blocks: head), ``input``, ``output`` or :data:`NORMED`, and how often it had run
-before."""
+"""A block's layer (-1: embedding, the number of blocks: head), ``input``, ``output`` or
+:data:`NORMED`, and how often it had run before."""
 
 Rows = dict[Part, Tensor]
 
@@ -44,15 +61,19 @@ def climb(
         adapter: The model in the rung's dtype.
         plan: What to run.
         kernels: The kernel mode; default: the machine's own.
-        against: ``"prefix"`` recomputes the prefix of every step, so that both sides look at as many keys. ``"whole"`` takes
-            the row out of one forward of all tokens; right where a row's bits do not depend on the rows after it, which the
-            null of each length's last step shows. The long decode stands beside that one forward wherever the nulls show that
-            no more than rounding moves a row that is among more rows.
+        against: ``"prefix"`` recomputes the prefix of every step, so that both sides look at as
+            many keys. ``"whole"`` takes the row out of one forward of all tokens; right where a
+            row's bits do not depend on the rows after it, which the null of each length's last step
+            shows. The long decode stands beside that one forward wherever the nulls show that no
+            more than rounding moves a row that is among more rows.
     """
     started = time.perf_counter()
     kernels = kernels or Native()
     name = dtype_name(adapter.dtype) + ("" if isinstance(kernels, Native) else f", {kernels}")
-    run, hooks = PrecisionRun(name, adapter.dtype, plan=plan), BlockHooks(BlockModel(adapter, kernels))
+    run, hooks = (
+        PrecisionRun(name, adapter.dtype, plan=plan),
+        BlockHooks(BlockModel(adapter, kernels)),
+    )
     climbed = _Climb(run, hooks, against)
     with adapter.own_state([]), hooks.attached():
         for number in range(len(plan.prompts)):
@@ -92,11 +113,15 @@ class _Climb:
             most = band(run.dtype, self.hooks.model.adapter.facts.width)
             within = all(row["null"] <= most for row in self.rows["local"])
             against = "whole" if within else self.against
-            for piece in itertools.islice(self._fed([0, *range(plan.sweep, plan.length + 1)]), 1, None):
+            for piece in itertools.islice(
+                self._fed([0, *range(plan.sweep, plan.length + 1)]), 1, None
+            ):
                 self._keep("sweep", number, plan.sweep, self._errors(*piece, plan.length, against))
 
     def _prefill(self, number: int, prefill: int) -> None:
-        """One prompt length: free-running, given equal inputs token by token, and the rows of the prompt itself."""
+        """One prompt length: free-running, given equal inputs token by token, and the rows of the
+        prompt itself.
+        """
         run, stop = self.run, prefill + self.plan.steps
         ends = [0, *range(prefill, stop + 1)]
         # Whether every block was given and returned the reference's rows, to the bit, all along.
@@ -114,16 +139,20 @@ class _Climb:
             run.layers, run.top = layers, top
         # Given the reference's rows a model that has them already would compute the same once more.
         for piece in freely if equal else self._fed(ends):
-            self._keep("local" if piece[0] else "chunks", number, prefill, self._errors(*piece, stop))
+            self._keep(
+                "local" if piece[0] else "chunks", number, prefill, self._errors(*piece, stop)
+            )
 
     def _not_finite(self, prefill: int | None) -> None:
         tokens = self.hooks.reference.tokens
-        self.run.nonfinite = self.run.nonfinite or first_nonfinite(self.hooks.model, tokens, prefill)
+        self.run.nonfinite = self.run.nonfinite or first_nonfinite(
+            self.hooks.model, tokens, prefill
+        )
 
     def _keep(self, table: str, prompt: int, prefill: int, rows: Iterable[Row]) -> None:
         self.rows[table] += [{"prompt": prompt, "prefill": prefill, **row} for row in rows]
 
-    # Rows of every part ---------------------------------------------------------------------------------------------------
+    # Rows of every part ---------------------------------------------------------------------------
 
     def _fed(self, ends: Sequence[int], equal_inputs: str = "yes") -> Iterator[Piece]:
         """What lies between these ends, piece after piece on one cache."""
@@ -137,7 +166,9 @@ class _Climb:
         return _rows(self.hooks.reference, self.hooks.reference.logits, count, stop)
 
     def _prefix(self, stop: int, equal_inputs: str = "yes", count: int = 1) -> Rows:
-        """The newest rows of a prefix recomputed, once where it can be; the reference is that of all its tokens."""
+        """The newest rows of a prefix recomputed, once where it can be; the reference is that of
+        all its tokens.
+        """
         if stop == self.plan.length:
             return self._whole(stop, count)
         made = stop, equal_inputs
@@ -151,15 +182,24 @@ class _Climb:
         hooks, reference = self.hooks, self.hooks.reference
         return all(
             call in mine
-            and torch.equal(*(t.contiguous().view(torch.uint8) for t in (mine[call], rows[..., start:stop, :])))
-            for mine, theirs in ((hooks.inputs, reference.inputs), (hooks.outputs, reference.outputs))
+            and torch.equal(
+                *(t.contiguous().view(torch.uint8) for t in (mine[call], rows[..., start:stop, :]))
+            )
+            for mine, theirs in (
+                (hooks.inputs, reference.inputs),
+                (hooks.outputs, reference.outputs),
+            )
             for call, rows in theirs.items()
         )
 
     def _takes_chunks(self, start: int) -> bool:
-        """Whether the model takes several tokens on a cache that is not empty; recurrent ones as a rule do not."""
+        """Whether the model takes several tokens on a cache that is not empty; recurrent ones as a
+        rule do not.
+        """
         _, cache = self.hooks.feed(0, start)
-        if any(self.hooks.model.states(cache, layer) for layer in range(len(self.hooks.model.blocks))):
+        if any(
+            self.hooks.model.states(cache, layer) for layer in range(len(self.hooks.model.blocks))
+        ):
             return False
         try:
             self.hooks.feed(start, start + 2, cache)
@@ -168,17 +208,21 @@ class _Climb:
             return False
         return True
 
-    # What differs ---------------------------------------------------------------------------------------------------------
+    # What differs ---------------------------------------------------------------------------------
 
-    def _errors(self, start: int, stop: int, mine: Rows, last: int = 0, against: str = "") -> Iterator[Row]:
-        """Every part's error given equal inputs, in the rows of tokens fed at once: one, a prompt, or more on its cache.
+    def _errors(
+        self, start: int, stop: int, mine: Rows, last: int = 0, against: str = ""
+    ) -> Iterator[Row]:
+        """Every part's error given equal inputs, in the rows of tokens fed at once: one, a prompt,
+        or more on its cache.
 
         Args:
             start, stop: Where the tokens begin and end.
             mine: What feeding them gave.
-            last: Where they end for the last time: there the prefix is recomputed in any case, as the null control.
-            against: As in :func:`climb`. A prefix has as many rows as the cache then holds, so that a prompt is compared among
-                the same number of rows.
+            last: Where they end for the last time: there the prefix is recomputed in any case, as
+                the null control.
+            against: As in :func:`climb`. A prefix has as many rows as the cache then holds, so that
+                a prompt is compared among the same number of rows.
         """
         count, against = stop - start, against or self.against
         whole = self._whole(stop, count)
@@ -187,31 +231,57 @@ class _Climb:
         for part, again in theirs.items():
             if part[1] == NORMED:
                 continue  # The head's error has the final norm's in it.
-            errors = row_errors(mine[part], again) if part in mine else again.new_full((count,), math.inf)
+            errors = (
+                row_errors(mine[part], again)
+                if part in mine
+                else again.new_full((count,), math.inf)
+            )
             first = first_wrong(errors) if bool(errors.max() > 0) else count - 1
-            where = {"start": start, "stop": stop, "position": start + first, "layer": part[0], "part": part[1]}
-            apart = math.nan if prefix is None or count > 1 else difference(whole[part], prefix[part])
+            where = {
+                "start": start,
+                "stop": stop,
+                "position": start + first,
+                "layer": part[0],
+                "part": part[1],
+            }
+            apart = (
+                math.nan if prefix is None or count > 1 else difference(whole[part], prefix[part])
+            )
             yield {**where, "error": float(errors.max()), "null": apart}
 
-    def _free(self, fed: Iterable[Piece], prefill: int) -> tuple[list[Row], pd.DataFrame, pd.DataFrame]:
-        """A row a step of the free-running logits, and the layers and the largest logits of one that has something to show."""
+    def _free(
+        self, fed: Iterable[Piece], prefill: int
+    ) -> tuple[list[Row], pd.DataFrame, pd.DataFrame]:
+        """A row a step of the free-running logits, and the layers and the largest logits of one
+        that has something to show.
+        """
         steps, layers, top = [], pd.DataFrame(), pd.DataFrame()
         head, prefix = (len(self.hooks.model.blocks), "output", 0), self.against == "prefix"
         for position, stop, mine in fed:
             theirs = self._prefix(stop, "no") if prefix else self._whole(stop)
             a, b = mine[head][0], theirs[head][0]
             sizes, kl = _sizes(a, b), float(metrics.kl_divergence(b, a))
-            null = _sizes(b, self.hooks.reference.logits[position])["max_abs"] if prefix else math.nan
+            null = (
+                _sizes(b, self.hooks.reference.logits[position])["max_abs"] if prefix else math.nan
+            )
             steps.append({"position": position, **sizes, "kl": kl, "null_max_abs": null})
             # The last step that differs has something to show; among equal ones any is as good.
             if sizes["max_abs"] > 0 or position == prefill or not bool(top["difference"].any()):
                 where = {"prefill": prefill, "position": position}
                 outputs = [part for part in sorted(theirs) if part[1] != "input"]
                 table = pd.DataFrame(
-                    [{"layer": part[0], "part": part[1], **_sizes(mine[part], theirs[part])} for part in outputs]
+                    [
+                        {"layer": part[0], "part": part[1], **_sizes(mine[part], theirs[part])}
+                        for part in outputs
+                    ]
                 )
                 worst, at = (a.double() - b.double()).abs().topk(min(5, len(a)))
-                columns = {"index": at, "recompute": b.double()[at], "cached": a.double()[at], "difference": worst}
+                columns = {
+                    "index": at,
+                    "recompute": b.double()[at],
+                    "cached": a.double()[at],
+                    "difference": worst,
+                }
                 shown = pd.DataFrame({name: tensor.tolist() for name, tensor in columns.items()})
                 if (adapter := self.hooks.model.adapter).tokenizer is not None:
                     shown["token"] = [adapter.decode([index]) for index in shown["index"]]
@@ -219,8 +289,11 @@ class _Climb:
         return steps, layers, top
 
 
-def _rows(source: BlockHooks | Reference, logits: Tensor, count: int, stop: int | None = None) -> Rows:
-    """The newest rows of what every part was given and returned, in that order, and of the logits, ``[row, width]``.
+def _rows(
+    source: BlockHooks | Reference, logits: Tensor, count: int, stop: int | None = None
+) -> Rows:
+    """The newest rows of what every part was given and returned, in that order, and of the logits,
+    ``[row, width]``.
 
     Args:
         source: The hooks after a forward, or a reference.
@@ -243,4 +316,8 @@ def _rows(source: BlockHooks | Reference, logits: Tensor, count: int, stop: int 
 
 def _sizes(a: Tensor, b: Tensor) -> dict[str, float]:
     gap = (a.double() - b.double()).abs()
-    return {"max_abs": gap.max().item(), "mean_abs": gap.mean().item(), "relative": difference(a, b)}
+    return {
+        "max_abs": gap.max().item(),
+        "mean_abs": gap.mean().item(),
+        "relative": difference(a, b),
+    }

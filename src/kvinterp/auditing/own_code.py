@@ -1,7 +1,8 @@
-"""Two functions of what is no decoder that kvinterp wraps: a module of one's own, an encoder-decoder, a prompt with an image.
+"""Two functions of what is no decoder that kvinterp wraps: a module of one's own, an
+encoder-decoder, a prompt with an image.
 
-``full(ids)`` gives the logits without a cache, ``step(ids, cache)`` those of new positions and the cache behind them; programs of
-a cache run on them as on anybody's own.
+``full(ids)`` gives the logits without a cache, ``step(ids, cache)`` those of new positions and the
+cache behind them; programs of a cache run on them as on anybody's own.
 """
 
 from __future__ import annotations
@@ -26,16 +27,21 @@ from kvinterp.models.inputs import token_ids
 from kvinterp.models.native import copied
 
 FAR = (255, 509)
-"""Prompts whose next tokens cross 256 columns, and fill 512: a cache of code of one's own may well hold no more."""
+"""Prompts whose next tokens cross 256 columns, and fill 512: a cache of code of one's own may well
+hold no more.
+"""
 REACHES = (*FAR, 511, 1023, 1100, 2047, 4095)
 """With ``reach``: over the sizes that caches are made of."""
-FOLLOWS = "what runs on this model does not follow a cast ({}), so programs were judged in its own dtype"
+FOLLOWS = (
+    "what runs on this model does not follow a cast ({}), so programs were judged in its own dtype"
+)
 QUICK = 40
 """A forward that is gone further from takes this part of all seconds at most."""
 
 
 def subject_of(model: Any, inputs: Any = None) -> Subject | None:
-    """What programs run on, of a module that :func:`kvinterp.wrap` does not take; None where it cannot be asked either.
+    """What programs run on, of a module that :func:`kvinterp.wrap` does not take; None where it
+    cannot be asked either.
 
     Args:
         model: The module.
@@ -74,12 +80,15 @@ def decoded(length: int, steps: int) -> Program:
 
 
 def decoded_far(subject: Subject, steps: int, seconds: float, reach: str) -> list[Program]:
-    """Decodes over lengths that the plain forward takes quickly, as far as it goes, and over the end of its context.
+    """Decodes over lengths that the plain forward takes quickly, as far as it goes, and over the
+    end of its context.
 
     Args:
-        subject: The code; its context is found by trying, where the device survives what is too long.
+        subject: The code; its context is found by trying, where the device survives what is too
+            long.
         steps: Tokens that are fed singly behind each prompt.
-        seconds: Of the processor that all programs may take: a forward takes a small part of them at most.
+        seconds: Of the processor that all programs may take: a forward takes a small part of them
+            at most.
         reach: ``"yes"``: however long a forward takes.
     """
     last, draw = 0, row_draw(0, 0)
@@ -91,7 +100,11 @@ def decoded_far(subject: Subject, steps: int, seconds: float, reach: str) -> lis
         if not _runs(subject, text[: length + steps]):
             low, high = last + steps if n else 0, length + steps
             while high - low > 1:
-                low, high = (middle, high) if _runs(subject, text[: (middle := (low + high) // 2)]) else (low, middle)
+                low, high = (
+                    (middle, high)
+                    if _runs(subject, text[: (middle := (low + high) // 2)])
+                    else (low, middle)
+                )
             subject.context, lengths = low, [*lengths[:n], *[low - steps] * (low > steps + last)]
             subject.notes.append(f"the forward without a cache takes {low} tokens at most")
             break
@@ -99,7 +112,9 @@ def decoded_far(subject: Subject, steps: int, seconds: float, reach: str) -> lis
         if reach == "no" and time.process_time() - began > seconds / QUICK:
             lengths = lengths[: n + 1]
             break
-    subject.context = max(subject.context, last + steps) if lengths[-1:] == [last] else subject.context
+    subject.context = (
+        max(subject.context, last + steps) if lengths[-1:] == [last] else subject.context
+    )
     subject.room = min(subject.room, subject.context)
     return [decoded(length, steps) for length in lengths]
 
@@ -112,7 +127,9 @@ def _runs(subject: Subject, text: list[int]) -> bool:
 
 
 def _module(model: nn.Module) -> FunctionSubject | None:
-    """A module whose forward takes token ids and a cache, and returns logits and the cache: found by trying."""
+    """A module whose forward takes token ids and a cache, and returns logits and the cache: found
+    by trying.
+    """
     if len(inspect.signature(model.forward).parameters) < 2:
         return None
     twin = copied(model).eval()
@@ -123,12 +140,16 @@ def _module(model: nn.Module) -> FunctionSubject | None:
             again, _ = twin(ids[:, :1], cache)
     except Exception:  # It is called otherwise: kv.wrap says what is taken.
         return None
-    shapes = [one.shape[:-1] for one in (logits, again) if isinstance(one, Tensor) and one.dim() == 3]
+    shapes = [
+        one.shape[:-1] for one in (logits, again) if isinstance(one, Tensor) and one.dim() == 3
+    ]
     if cache is None or shapes != [(1, 3), (1, 1)]:
         return None
     yours = "model is yours: full = lambda ids: model(ids, None)[0]; step = model"
     name = type(model).__name__
-    return FunctionSubject(lambda ids: twin(ids, None)[0], twin, name=name, device=ids.device, yours=yours)
+    return FunctionSubject(
+        lambda ids: twin(ids, None)[0], twin, name=name, device=ids.device, yours=yours
+    )
 
 
 def _encoder_decoder(model: nn.Module, inputs: Any = None) -> EncoderDecoderSubject:
@@ -153,17 +174,22 @@ def behind(adapter: Adapter, prompts: Any, inputs: Any) -> PromptSubject:
     Args:
         adapter: The model.
         prompts: One prompt or several, as token ids.
-        inputs: Tensors by name, as the model's own forward takes them (``pixel_values``, ...), of one prompt; or a list of such,
-            one a prompt.
+        inputs: Tensors by name, as the model's own forward takes them (``pixel_values``, ...), of
+            one prompt; or a list of such, one a prompt.
 
     Raises:
         InputError: They are none.
     """
     given = [inputs] if isinstance(inputs, Mapping) else inputs
     named = isinstance(given, list | tuple) and all(
-        isinstance(one, Mapping) and one and all(isinstance(name, str) for name in one) for one in given
+        isinstance(one, Mapping) and one and all(isinstance(name, str) for name in one)
+        for one in given
     )
-    ids = [token_ids(one) for one in prompts] if isinstance(prompts, Sequence) and not isinstance(prompts, str) else []
+    ids = (
+        [token_ids(one) for one in prompts]
+        if isinstance(prompts, Sequence) and not isinstance(prompts, str)
+        else []
+    )
     if not named or not adapter.plain or not ids or not all(ids) or len(ids) != len(given):
         raise InputError(
             "inputs was given: expected a dictionary of what a transformers model's forward gets besides tokens, beside one "

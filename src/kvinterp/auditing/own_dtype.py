@@ -1,6 +1,8 @@
-"""How far the programs that were asked for move logits in the model's own dtype, beside two recomputations in that dtype.
+"""How far the programs that were asked for move logits in the model's own dtype, beside two
+recomputations in that dtype.
 
-An audit judges programs in float64, where rounding is out of the way. Whoever serves in 16 bits asks besides how much a batch,
+An audit judges programs in float64, where rounding is out of the way. Whoever serves in 16 bits
+asks besides how much a batch,
 chunks or a crop changes there: that is a figure, and no part of the verdict.
 """
 
@@ -35,10 +37,13 @@ class Distance:
     Attributes:
         program: The program's text.
         dtype: The dtype that the logits were computed in.
-        word: ``"right"`` where the program ran to its end, ``"refused"``, or ``"wrong"`` where it raised.
+        word: ``"right"`` where the program ran to its end, ``"refused"``, or ``"wrong"`` where it
+            raised.
         why: Why it did not.
-        logits: Largest difference of a logit from one forward without a cache over each row's own tokens.
-        null: The same between two such forwards, of which one has other rows beside it, or more text behind the tokens.
+        logits: Largest difference of a logit from one forward without a cache over each row's own
+            tokens.
+        null: The same between two such forwards, of which one has other rows beside it, or more
+            text behind the tokens.
         changed: At how many tokens another logit is the largest.
         tokens: How many tokens were compared.
     """
@@ -57,7 +62,11 @@ class Distance:
         """The figures in a sentence."""
         if not self.tokens:
             return f"in {self.dtype} nothing was compared in {self.program}: {self.why.rstrip('.') or self.word}."
-        ended = "" if self.word == RIGHT else f", as far as it came ({self.word}: {self.why.rstrip('.')})"
+        ended = (
+            ""
+            if self.word == RIGHT
+            else f", as far as it came ({self.word}: {self.why.rstrip('.')})"
+        )
         return (
             f"in {self.dtype} {self.program} moves logits by at most {self.logits:.2g}, and another token comes first at "
             f"{self.changed} of {counted(self.tokens, 'token')}{ended}; two recomputations, one among more rows or with more "
@@ -74,7 +83,8 @@ def distances_of(
         adapter: The model; it is left as it was.
         given: The programs.
         kind: The cache that they run on; None for the model's own.
-        lossy: Whether that cache is said to lose something: then it is held against the same cache without the program's uses.
+        lossy: Whether that cache is said to lose something: then it is held against the same cache
+            without the program's uses.
     """
     if not given:
         return []
@@ -82,7 +92,10 @@ def distances_of(
         try:
             subject = ModelSubject(adapter, (), kind, lossy)
         except Exception as error:
-            return [Distance(str(program), dtype_name(adapter.dtype), UNCLEAR, reason(error)) for program in given]
+            return [
+                Distance(str(program), dtype_name(adapter.dtype), UNCLEAR, reason(error))
+                for program in given
+            ]
         return [distance_of(subject, program) for program in given]
 
 
@@ -91,7 +104,9 @@ def distance_of(subject: Subject, program: Program) -> Distance:
     pairs, texts = list[tuple[float, int, int]](), dict[tuple[int, ...], None]()
 
     def hear(got: Tensor, want: Tensor, text: Sequence[int]) -> None:
-        pairs.append((_largest(got, want), int((got.argmax(-1) != want.argmax(-1)).sum()), len(got)))
+        pairs.append(
+            (_largest(got, want), int((got.argmax(-1) != want.argmax(-1)).sum()), len(got))
+        )
         texts[tuple(text)] = None
 
     run = Run(subject, program, hear)
@@ -101,12 +116,20 @@ def distance_of(subject: Subject, program: Program) -> Distance:
         return Distance(str(program), dtype, word, why)
     largest, changed, tokens = zip(*pairs, strict=True)
     # A text that another begins with is compared within that one.
-    whole = [text for text in texts if not any(len(other) > len(text) and other[: len(text)] == text for other in texts)]
-    return Distance(str(program), dtype, word, why, max(largest), _null(run, whole), sum(changed), sum(tokens))
+    whole = [
+        text
+        for text in texts
+        if not any(len(other) > len(text) and other[: len(text)] == text for other in texts)
+    ]
+    return Distance(
+        str(program), dtype, word, why, max(largest), _null(run, whole), sum(changed), sum(tokens)
+    )
 
 
 def _null(run: Run, texts: Sequence[tuple[int, ...]]) -> float:
-    """Largest difference of a logit between two forwards without a cache over the texts that a program came to."""
+    """Largest difference of a logit between two forwards without a cache over the texts that a
+    program came to.
+    """
     subject, found = run.subject, list[float]()
     for text in texts:
         whole, count = subject.alone(text), len(text)
@@ -116,17 +139,27 @@ def _null(run: Run, texts: Sequence[tuple[int, ...]]) -> float:
         found.append(_largest(subject.alone(longer)[:count], whole))
         if subject.rows > 1:
             with subject.running():
-                rows = subject.plain(subject.tensor([text] * ROWS), **subject.reads([_beginning(run, text)] * ROWS))
+                rows = subject.plain(
+                    subject.tensor([text] * ROWS), **subject.reads([_beginning(run, text)] * ROWS)
+                )
             found += [_largest(row, whole) for row in rows]
     return max(found, default=0.0)
 
 
 def _beginning(run: Run, text: Sequence[int]) -> tuple[int, ...]:
     """What the model's own rows begin with that this text begins with."""
-    return max((begin for begin in run.subject.begins if tuple(text[: len(begin)]) == begin), key=len, default=())
+    return max(
+        (begin for begin in run.subject.begins if tuple(text[: len(begin)]) == begin),
+        key=len,
+        default=(),
+    )
 
 
 def _largest(one: Tensor, other: Tensor) -> float:
-    """Largest difference of a logit; what a model masks is infinite on both sides, and no difference."""
+    """Largest difference of a logit; what a model masks is infinite on both sides, and no
+    difference.
+    """
     differs = one != other
-    return float((one.double() - other.double())[differs].abs().max()) if bool(differs.any()) else 0.0
+    return (
+        float((one.double() - other.double())[differs].abs().max()) if bool(differs.any()) else 0.0
+    )

@@ -43,7 +43,11 @@ def files_of(result: Any) -> tuple[dict[str, str], dict[str, pd.DataFrame]]:
     if not result.provenance:
         raise InputError("this verdict does not say what it was made with: make the audit again.")
     if isinstance(result.verdict, str):
-        audit, verdict, tables = None, result, {} if result.tokens is None else {"given": result.tokens}
+        audit, verdict, tables = (
+            None,
+            result,
+            {} if result.tokens is None else {"given": result.tokens},
+        )
     else:
         audit, verdict, tables = result, result.verdict, result.written()[0]
     html = (
@@ -78,7 +82,9 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
         why=[line for line in said if not line.startswith(HINT)],
         exercised=exercised,
         mark={0: "unsure" if off else "good", 3: "unsure"}.get(verdict.exit_code, "bad"),
-        program=next((check.lines for check in verdict.checks if check.status == WRONG and check.lines), ""),
+        program=next(
+            (check.lines for check in verdict.checks if check.status == WRONG and check.lines), ""
+        ),
         program_title=IN_PYTHON,
         figure=figure and picture(figure, "The precision ladder", narrow=True),
         **_uses(verdict),
@@ -91,18 +97,20 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
     )
 
 
-# The verdict and what was exercised ------------------------------------------------------------------------------------
+# The verdict and what was exercised ---------------------------------------------------------------
 
 
 def _uses(verdict: Verdict) -> dict[str, list[Check]]:
     """The uses that are wrong, that were not run and that are right."""
     uses: dict[str, list[Check]] = {"wrong": [], "idle": [], "right": []}
     for check in verdict.checks:
-        uses[{RIGHT: "right", NOT_RUN: "idle", REFUSED: "idle"}.get(check.status, "wrong")].append(check)
+        uses[{RIGHT: "right", NOT_RUN: "idle", REFUSED: "idle"}.get(check.status, "wrong")].append(
+            check
+        )
     return uses
 
 
-# The ladder ------------------------------------------------------------------------------------------------------------
+# The ladder ---------------------------------------------------------------------------------------
 
 
 _LINES = {
@@ -113,26 +121,60 @@ _LINES = {
 
 
 def ladder_figure(evidence: Mapping[str, Row]) -> Figure | None:
-    """Draws the differences by precision beside the unit roundoff, which rounding follows; None where no precision was run."""
-    names = sorted(DTYPES.keys() & evidence.keys(), key=lambda name: -evidence[name]["unit_roundoff"])
-    sizes = pd.DataFrame({label: {name: evidence[name][column] for name in names} for column, label in _LINES.items()})
-    rows = sizes.astype(float).rename_axis("dtype").reset_index().melt("dtype", var_name="line", value_name="size")
-    panel = Panel(rows[np.isfinite(rows["size"])], "size", "dtype", "dots", color="line", label="relative difference")
-    return draw_chart(Chart("Does the difference fall with precision?", [panel]), []) if names else None
+    """Draws the differences by precision beside the unit roundoff, which rounding follows; None
+    where no precision was run.
+    """
+    names = sorted(
+        DTYPES.keys() & evidence.keys(), key=lambda name: -evidence[name]["unit_roundoff"]
+    )
+    sizes = pd.DataFrame(
+        {
+            label: {name: evidence[name][column] for name in names}
+            for column, label in _LINES.items()
+        }
+    )
+    rows = (
+        sizes.astype(float)
+        .rename_axis("dtype")
+        .reset_index()
+        .melt("dtype", var_name="line", value_name="size")
+    )
+    panel = Panel(
+        rows[np.isfinite(rows["size"])],
+        "size",
+        "dtype",
+        "dots",
+        color="line",
+        label="relative difference",
+    )
+    return (
+        draw_chart(Chart("Does the difference fall with precision?", [panel]), [])
+        if names
+        else None
+    )
 
 
 def _layer_name(layer: int | None, tensor: str) -> str | None:
-    return None if layer is None else part_named(layer, tensor).removeprefix("the ").removeprefix("layer ")
+    return (
+        None
+        if layer is None
+        else part_named(layer, tensor).removeprefix("the ").removeprefix("layer ")
+    )
 
 
-# Blocks ----------------------------------------------------------------------------------------------------------------
+# Blocks -------------------------------------------------------------------------------------------
 
 
 def _blocks(audit: Audit) -> dict[str, Any]:
-    """What the page shows of every block: the largest errors given equal inputs, and the tables of transformers issue 46190."""
+    """What the page shows of every block: the largest errors given equal inputs, and the tables of
+    transformers issue 46190.
+    """
     verdict, dtype, blocks = audit.verdict, audit.provenance["dtype"], {}
     marked = verdict.first_layer if verdict.exit_code else None
-    for order, title in (("native", "With the machine's own kernels"), ("fixed", "With a fixed order of additions")):
+    for order, title in (
+        ("native", "With the machine's own kernels"),
+        ("fixed", "With a fixed order of additions"),
+    ):
         sides = {rung.name: rung if order == "native" else rung.fixed for rung in audit.rungs}
         # Each block's largest error given equal inputs, in unit roundoffs.
         errors = {
@@ -143,7 +185,8 @@ def _blocks(audit: Audit) -> dict[str, Any]:
         if not errors:
             continue
         table = pd.DataFrame(errors).rename_axis("layer").reset_index()
-        # The embedding comes before the first block and the head after the last, where they were compared.
+        # The embedding comes before the first block and the head after the last, where they were
+        # compared.
         names = {EMBEDDING: "embedding", table["layer"].max(): "head"}
         table["layer"] = [names.get(layer, str(layer)) for layer in table["layer"]]
         blocks[title] = table_of_rows(table.to_dict("records"), here=names.get(marked, str(marked)))
@@ -153,28 +196,38 @@ def _blocks(audit: Audit) -> dict[str, Any]:
 
 
 def issue_tables(rung: PrecisionRun) -> tuple[list[Table], str]:
-    """The tables of transformers issue 46190 as its script prints them: the logits, five of them, and each layer; and a title."""
+    """The tables of transformers issue 46190 as its script prints them: the logits, five of them,
+    and each layer; and a title.
+    """
     # A step that differs, where there is one.
     position, prefill = rung.layers[["position", "prefill"]].iloc[0]
-    title = (
-        f"One token, free-running, in {dtype_name(rung.dtype)}: position {position}, fed after a prompt of {prefill} tokens"
-    )
+    title = f"One token, free-running, in {dtype_name(rung.dtype)}: position {position}, fed after a prompt of {prefill} tokens"
     *layers, logits = rung.layers.to_dict("records")
     sides = told_apart([*zip(rung.top["recompute"], rung.top["cached"], strict=True)])
     top = [
-        {"Index": str(row["index"]), "Full Forward": full, "Prefill+Decode": cached, "Abs Diff": f"{row['difference']:.6e}"}
+        {
+            "Index": str(row["index"]),
+            "Full Forward": full,
+            "Prefill+Decode": cached,
+            "Abs Diff": f"{row['difference']:.6e}",
+        }
         | ({"Token": repr(row["token"])} if "token" in row else {})
         for row, (full, cached) in zip(rung.top.to_dict("records"), sides, strict=True)
     ]
     tables = {
-        "The logits, full forward against prefill and decode": [{**_gap(logits), "Equal": str(logits["max_abs"] == 0)}],
+        "The logits, full forward against prefill and decode": [
+            {**_gap(logits), "Equal": str(logits["max_abs"] == 0)}
+        ],
         "Those that differ most": top,
         "Hidden states": [
             {"Layer": str(row["layer"] + (row["part"] != NORMED)), **_gap(row), "Tensor": name}
             for row, name in zip(layers, _hidden_states(layers), strict=True)
         ],
     }
-    return [dataclasses.replace(table_of_rows(rows), caption=caption) for caption, rows in tables.items()], title
+    return [
+        dataclasses.replace(table_of_rows(rows), caption=caption)
+        for caption, rows in tables.items()
+    ], title
 
 
 def _gap(row: Row) -> dict[str, str]:
@@ -182,7 +235,9 @@ def _gap(row: Row) -> dict[str, str]:
 
 
 def _hidden_states(layers: Sequence[Row]) -> Iterator[str]:
-    """Which of transformers' ``hidden_states`` each row is; what the last block returned is none of them."""
+    """Which of transformers' ``hidden_states`` each row is; what the last block returned is none of
+    them.
+    """
     runs = collections.Counter(row["layer"] for row in layers if row["part"] != NORMED)
     seen = collections.Counter[int]()
     for row in layers:
@@ -197,14 +252,23 @@ def _hidden_states(layers: Sequence[Row]) -> Iterator[str]:
             yield f"block {layer}'s output, run {seen[layer]} of {runs[layer]}"
         else:
             last = layer == max(runs)
-            yield "the last block's output, before the final norm" if last else f"hidden_states[{layer + 1}]"
+            yield (
+                "the last block's output, before the final norm"
+                if last
+                else f"hidden_states[{layer + 1}]"
+            )
 
 
 def told_apart(pairs: Sequence[tuple[float, float]]) -> list[tuple[str, str]]:
-    """Pairs of numbers with as many digits, six at least, as it takes for two that differ to look different."""
+    """Pairs of numbers with as many digits, six at least, as it takes for two that differ to look
+    different.
+    """
     for digits in range(6, 18):
         # Plus 0, so that a zero has no sign.
         written = [(f"{a + 0:.{digits}g}", f"{b + 0:.{digits}g}") for a, b in pairs]
-        if all((a == b) == (left == right) for (a, b), (left, right) in zip(pairs, written, strict=True)):
+        if all(
+            (a == b) == (left == right)
+            for (a, b), (left, right) in zip(pairs, written, strict=True)
+        ):
             break
     return written

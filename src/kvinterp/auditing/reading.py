@@ -1,4 +1,6 @@
-"""The evidence of all precisions read into one word, its place and its sentences: each sentence stands where it is true."""
+"""The evidence of all precisions read into one word, its place and its sentences: each sentence
+stands where it is true.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ class Evidence:
         exercised: The lengths and positions that were run, in a sentence.
         random: The largest relative difference of the same forward run twice.
         unread: The first block whose attention does not read the cache.
-        prompt: How far a prompt itself is apart with and without a cache, where that is no rounding.
+        prompt: How far a prompt itself is apart with and without a cache, where that is no
+            rounding.
         seconds: What took how long, as :class:`Verdict` has it.
         allow: The words that do not fail.
         notes: What a reader should know beside the verdict.
@@ -97,8 +100,15 @@ class Evidence:
     about: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def caused(self, word: str) -> list[tuple[str, Judged]]:
-        """The blocks whose difference this takes away (nothing, where the word is empty), each with its rung."""
-        return [(name, j) for name, judged in self.judged.items() for j in judged if j.cause.word == word]
+        """The blocks whose difference this takes away (nothing, where the word is empty), each with
+        its rung.
+        """
+        return [
+            (name, j)
+            for name, judged in self.judged.items()
+            for j in judged
+            if j.cause.word == word
+        ]
 
     def first(self, name: str) -> Judged | None:
         """What a rung is shown by: the first that nothing takes away, else the first."""
@@ -106,15 +116,22 @@ class Evidence:
         return next((j for j in judged if not j.cause.word), judged[0] if judged else None)
 
     def _part(self, layer: int) -> str:
-        numbers = [int(run.every_error["layer"].max()) for run in self.rungs.values() if len(run.every_error)]
+        numbers = [
+            int(run.every_error["layer"].max())
+            for run in self.rungs.values()
+            if len(run.every_error)
+        ]
         return part_named(layer, head=max(numbers, default=None))
 
-    # What it says -----------------------------------------------------------------------------------------------------
+    # What it says ---------------------------------------------------------------------------------
 
     def judge(self, allow: tuple[str, ...] = ()) -> Verdict:
         """Says what the evidence means, where some words do not fail."""
         self.allow = allow
-        self.notes = [f"in {name} the model as it is cannot be run ({why})" for name, why in self.refused.items()]
+        self.notes = [
+            f"in {name} the model as it is cannot be run ({why})"
+            for name, why in self.refused.items()
+        ]
         asked = (
             self._overflow,
             self._wrong_dtype,
@@ -126,30 +143,52 @@ class Evidence:
         )
         others = (self._unknown, self._random, self._not_judged, self._benign)
         # Without a rung the model crashed, which its checks say.
-        readings = (ask() for ask in ((*asked, *others) if self.rungs else (self._unread, self._failed)))
+        readings = (
+            ask() for ask in ((*asked, *others) if self.rungs else (self._unread, self._failed))
+        )
         word, place, lines = next(found for found in readings if found is not None)
         if self.prompt is not None and not self.random:
             lines = [self.prompt.said, *lines]
-            # What is left of the difference once a cause of it was taken away is no excuse for the rest.
+            # What is left of the difference once a cause of it was taken away is no excuse for the
+            # rest.
             word = "bug" if word in (*GOOD, CANNOT_TELL) else word
         return self._verdict(self._asked(word), place, lines)
 
     def _asked(self, word: str) -> str:
-        """The word, where whoever asked for a use by name has a wrong answer although the cache adds nothing to it."""
+        """The word, where whoever asked for a use by name has a wrong answer although the cache
+        adds nothing to it.
+        """
         return NOT_THE_CACHE if word in GOOD and self._symptoms() else word
 
     def _verdict(self, word: str, place: Place, lines: list[str]) -> Verdict:
         allowed = "yes" if word in self.allow else "no"
         tried = sum(check.status in (RIGHT, WRONG, PLAIN) for check in self.checks)
-        uses = f"{tried} of {len(self.checks)} uses tried" if self.checks else "decoding token by token alone"
+        uses = (
+            f"{tried} of {len(self.checks)} uses tried"
+            if self.checks
+            else "decoding token by token alone"
+        )
         if off := sum(check.status == PLAIN for check in self.checks):
             uses += f", {off} {PLAIN}"
-        first = "PASS" if word in GOOD or allowed == "yes" else "CANNOT TELL" if word == CANNOT_TELL else "FAIL"
+        first = (
+            "PASS"
+            if word in GOOD or allowed == "yes"
+            else "CANNOT TELL"
+            if word == CANNOT_TELL
+            else "FAIL"
+        )
         reach = functools.reduce(Reach.beside, (check.reach for check in self.checks), Reach())
         uses += f", {reach}" if str(reach) else ""
         first += f"  {word}{' (allowed)' if allowed == 'yes' else ''}  {self.who}, {uses}"
         figures = [distance.said for distance in self.distances]
-        shown = [first, *self._symptoms(), *lines, *figures, *_exercised(self), *(f"note: {note}" for note in self.notes)]
+        shown = [
+            first,
+            *self._symptoms(),
+            *lines,
+            *figures,
+            *_exercised(self),
+            *(f"note: {note}" for note in self.notes),
+        ]
         checks, notes, seconds = tuple(self.checks), tuple(self.notes), tuple(self.seconds)
         evidence, text = self._evidence(), "\n".join(shown)
         return Verdict(
@@ -167,7 +206,9 @@ class Evidence:
         )
 
     def _symptoms(self) -> list[str]:
-        """What was asked for and is off without a cache too: whoever asked has a wrong answer, whatever the cache does."""
+        """What was asked for and is off without a cache too: whoever asked has a wrong answer,
+        whatever the cache does.
+        """
         return [
             f"not the cache: {check.name} changes the answer with and without one: {check.detail.rstrip('.')}, in the program "
             f"{check.program}; what follows is said of the cache alone."
@@ -190,10 +231,12 @@ class Evidence:
                     "detail": cause.detail,
                 }
             if name in self.accounts:
-                evidence[name]["parts_account_for_the_whole"] = dataclasses.asdict(self.accounts[name])
+                evidence[name]["parts_account_for_the_whole"] = dataclasses.asdict(
+                    self.accounts[name]
+                )
         return evidence
 
-    # What fails ---------------------------------------------------------------------------------------------------------
+    # What fails -----------------------------------------------------------------------------------
 
     def _overflow(self) -> Reading | None:
         own = self.rungs[self.own]
@@ -202,7 +245,11 @@ class Evidence:
             self.notes += [f"in {others} it overflows"] if others else []
             return None
         where = own.nonfinite
-        return "overflow", (where.get("layer"), where["position"], where["value"], where["module"]), overflow(own, others)
+        return (
+            "overflow",
+            (where.get("layer"), where["position"], where["value"], where["module"]),
+            overflow(own, others),
+        )
 
     def _wrong_dtype(self) -> Reading | None:
         rungs = [self.rungs[name] for name in (self.own, "float32") if name in self.rungs]
@@ -216,24 +263,29 @@ class Evidence:
         return "wrong-dtype", (None, None, "logits", self.grid_module), [line]
 
     def _unread(self) -> Reading | None:
-        """A cache that is not read is the cause of all that differs in a decode step: positions and masks go by it too."""
+        """A cache that is not read is the cause of all that differs in a decode step: positions and
+        masks go by it too.
+        """
         if (unread := self.unread) is None:
             return None
         line = f"{NOT_READ[0].upper()}{NOT_READ[1:]} ({unread.where})."
         return "bug", (unread.layer, unread.rows, "K", unread.module), [line, *self._said_of_uses()]
 
     def _bug(self) -> Reading | None:
-        """What nothing takes away: in the first layer that any rung saw, as the finest rung sees it.
+        """What nothing takes away: in the first layer that any rung saw, as the finest rung sees
+        it.
 
-        The finest sees the smallest errors; and of its tensor the first position, which only the rung with the long decode
-        may know.
+        The finest sees the smallest errors; and of its tensor the first position, which only the
+        rung with the long decode may know.
         """
         every = self.caused("")
         if not every:
             return None
         first = min(j.finding.layer for _, j in every)
         here = [(n, j) for n, j in every if j.finding.layer == first]
-        _, judged = min(here, key=lambda case: (case[1].fed != ONE_BY_ONE, self.rungs[case[0]].unit))
+        _, judged = min(
+            here, key=lambda case: (case[1].fed != ONE_BY_ONE, self.rungs[case[0]].unit)
+        )
         same = [j for _, j in here if j.finding.tensor == judged.finding.tensor]
         judged = min(same, key=lambda j: (j.fed != ONE_BY_ONE, j.finding.position))
         finding, sizes = judged.finding, dict[str, float]()
@@ -243,11 +295,18 @@ class Evidence:
         at, prompt, wrong = f"{at} {finding.step}", self.prompt, "is wrong"
         uncached = prompt is not None and "without a cache" in (prompt.off, prompt.alone)
         if prompt is not None and uncached:
-            wrong = "without a cache is wrong" if prompt.off else "is another without a cache than with one"
+            wrong = (
+                "without a cache is wrong"
+                if prompt.off
+                else "is another without a cache than with one"
+            )
         sentence = f"Given equal inputs, {_place(judged)} {wrong} from position {finding.position} on (seen {at}): "
         sentence += _sizes(sizes)
-        # What was tried and what is likely hold the cached step against the forward without a cache.
-        said_of = [f"{sentence}."] if uncached else [f"{sentence}. {_tried(judged)}", *hint(judged, self)]
+        # What was tried and what is likely hold the cached step against the forward without a
+        # cache.
+        said_of = (
+            [f"{sentence}."] if uncached else [f"{sentence}. {_tried(judged)}", *hint(judged, self)]
+        )
         return "bug", finding.place, [*said_of, *self._said_of_uses()]
 
     @property
@@ -257,18 +316,29 @@ class Evidence:
     def _failed(self) -> Reading | None:
         if not self._failures:
             return None
-        # Texts packed in one row have no cache to follow: a place comes from the first use that has one.
-        first = next((check for check in self._failures if check.layer is not None), self._failures[0])
-        return "bug", (first.layer, first.step, first.tensor or first.name, first.module), self._said_of_uses()
+        # Texts packed in one row have no cache to follow: a place comes from the first use that has
+        # one.
+        first = next(
+            (check for check in self._failures if check.layer is not None), self._failures[0]
+        )
+        return (
+            "bug",
+            (first.layer, first.step, first.tensor or first.name, first.module),
+            self._said_of_uses(),
+        )
 
     def _said_of_uses(self) -> list[str]:
-        """What the uses that are wrong showed, and the first program that shows it in plain Python."""
+        """What the uses that are wrong showed, and the first program that shows it in plain
+        Python.
+        """
         lines = next((check.lines for check in self._failures if check.lines), "").splitlines()
         shown = [IN_PYTHON, *(f"    {line}" for line in lines)] if lines else []
         return [check.failure for check in self._failures] + shown
 
     def _hidden_cast(self) -> Reading | None:
-        """A cast that matters in the precision that serves; those that only matter above it become notes."""
+        """A cast that matters in the precision that serves; those that only matter above it become
+        notes.
+        """
         fail: list[tuple[str, Judged]] = []
         note: dict[tuple[str, str], dict[str, None]] = {}
         for name, judged in self.caused("cast"):
@@ -276,11 +346,15 @@ class Evidence:
             if narrower(dtype, getattr(torch, self.own)):
                 fail.append((name, judged))
             elif narrower(dtype, self.rungs[name].dtype):
-                note.setdefault((judged.cause.dtype, name), {})[judged.cause.module or "the blocks"] = None
+                note.setdefault((judged.cause.dtype, name), {})[
+                    judged.cause.module or "the blocks"
+                ] = None
         if not fail or "hidden-cast" in self.allow:
             for (to, name), modules in note.items():
                 more = f" and {len(modules) - 2} more" if len(modules) > 2 else ""
-                self.notes.append(f"{to} inside ({', '.join([*modules][:2])}{more}): no better than {to} in {name}")
+                self.notes.append(
+                    f"{to} inside ({', '.join([*modules][:2])}{more}): no better than {to} in {name}"
+                )
         if not fail:
             return None
         name, judged = fail[0]
@@ -296,9 +370,7 @@ class Evidence:
         name, short = next(((n, a) for n, a in self.accounts.items() if not a.holds), ("", None))
         if short is None or short.layer is None:
             return None
-        parts = (
-            f"errors of the parts' sizes change them by at most {short.explained:.1e} ({ROOM:.0f} times what was simulated)"
-        )
+        parts = f"errors of the parts' sizes change them by at most {short.explained:.1e} ({ROOM:.0f} times what was simulated)"
         if short.explained == 0:
             parts = "given equal inputs no part differs by a bit"
         line = (
@@ -307,7 +379,7 @@ class Evidence:
         )
         return "unexplained", (short.layer, short.position, "logits", ""), [line]
 
-    # What cannot be told ------------------------------------------------------------------------------------------------
+    # What cannot be told --------------------------------------------------------------------------
 
     def _unknown(self) -> Reading | None:
         judged = next((j for name, j in self.caused("unknown") if name == self.own), None)
@@ -327,9 +399,15 @@ class Evidence:
         return (CANNOT_TELL, NOWHERE, [line]) if self.random else None
 
     def _not_judged(self) -> Reading | None:
-        """Errors of the finest precision that are larger than it rounds and that nothing was found to take away: no PASS."""
+        """Errors of the finest precision that are larger than it rounds and that nothing was found
+        to take away: no PASS.
+        """
         name, run = min(self.rungs.items(), key=lambda rung: rung[1].unit)
-        taken = {j.finding.layer for j in self.judged.get(name, []) if j.cause.word not in ("order", "rounding")}
+        taken = {
+            j.finding.layer
+            for j in self.judged.get(name, [])
+            if j.cause.word not in ("order", "rounding")
+        }
         side = run if run.fixed is None else run.fixed
         errors = side.every_error[~side.every_error["layer"].isin(taken)]
         if errors.empty or errors["error"].max() <= band(run.dtype, self.terms):
@@ -342,7 +420,7 @@ class Evidence:
         )
         return "unexplained", (layer, position, "residual sum", ""), [line]
 
-    # What passes --------------------------------------------------------------------------------------------------------
+    # What passes ----------------------------------------------------------------------------------
 
     def _benign(self) -> Reading:
         unfixed = dict[str, list[str]]()
@@ -351,19 +429,30 @@ class Evidence:
         for rung in finite:
             if rung.unfixed:
                 unfixed.setdefault(rung.unfixed, []).append(rung.name)
-        self.notes += [f"no fixed order in {', '.join(names)}: {why}" for why, names in unfixed.items()]
+        self.notes += [
+            f"no fixed order in {', '.join(names)}: {why}" for why, names in unfixed.items()
+        ]
         if not differing:
             steps, names = sum(len(r.steps) for r in finite), ", ".join(r.name for r in finite)
-            return "equal", NOWHERE, [f"Every logit of all {steps} steps is bitwise the same in {names}."]
+            return (
+                "equal",
+                NOWHERE,
+                [f"Every logit of all {steps} steps is bitwise the same in {names}."],
+            )
         lines = [_rung(r, self) for r in finite]
-        if tipped := dict.fromkeys(f"{name} (layer {j.finding.layer})" for name, j in self.caused("choice")):
+        if tipped := dict.fromkeys(
+            f"{name} (layer {j.finding.layer})" for name, j in self.caused("choice")
+        ):
             lines.append(
                 f"Rounding tips the choice between nearly equal experts in {', '.join(tipped)}; with a fixed order the same "
                 "ones are chosen."
             )
         if kernels := self.caused("kernel"):
-            # The rung with the long decode knows the first position; the others only the lengths they were given.
-            name, judged = min(kernels, key=lambda case: (case[1].finding.position, self.rungs[case[0]].unit))
+            # The rung with the long decode knows the first position; the others only the lengths
+            # they were given.
+            name, judged = min(
+                kernels, key=lambda case: (case[1].finding.position, self.rungs[case[0]].unit)
+            )
             line = (
                 f"Given equal inputs, {_place(judged)} is off by {judged.finding.error:.2g} {OF_ROW} in {name}, "
                 f"first at position {judged.finding.position}, and bitwise right once every sum has a fixed order: a kernel is "
@@ -374,7 +463,7 @@ class Evidence:
         return "rounding", NOWHERE, [lead, *lines]
 
 
-# Sentences that stand in more than one place, or have cases of their own --------------------------------------------------
+# Sentences that stand in more than one place, or have cases of their own --------------------------
 
 
 OF_ROW = "of its row's largest number"
@@ -387,7 +476,9 @@ def _sizes(sizes: Mapping[str, float]) -> str:
     seen = {name: size for name, size in sizes.items() if size != torch.inf}
     ends = list(dict.fromkeys(f"{end(seen.values()):.2g}" for end in (min, max))) if seen else []
     said = [f"off by {' to '.join(ends)} {OF_ROW} in {listed([*seen])}"] if seen else []
-    return "; ".join([*said, *[f"one side sees what the other does not in {listed(unseen)}"] * bool(unseen)])
+    return "; ".join(
+        [*said, *[f"one side sees what the other does not in {listed(unseen)}"] * bool(unseen)]
+    )
 
 
 def _place(judged: Judged) -> str:
@@ -410,26 +501,34 @@ def _tried(judged: Judged) -> str:
 def hint(judged: Judged, evidence: Evidence) -> list[str]:
     """The likely cause of what is wrong, in a line or none."""
     finding = judged.finding
-    likely = HINTS["Q and K"] if finding.tensor == "Q" and "K" in judged.beside else HINTS.get(finding.tensor)
+    likely = (
+        HINTS["Q and K"]
+        if finding.tensor == "Q" and "K" in judged.beside
+        else HINTS.get(finding.tensor)
+    )
     if any(check.name == "decode step" and check.hint == NUMBERS for check in evidence.checks):
         likely = NUMBERS
     elif finding.tensor == "K":
         every = evidence.rungs[evidence.own].every_error
         new = finding.position >= (int(every["prefill"].min()) if len(every) else 0)
-        likely = "new keys as they are written" if new else "old keys: a stale, lost or shifted cache"
+        likely = (
+            "new keys as they are written" if new else "old keys: a stale, lost or shifted cache"
+        )
     return [f"{HINT}{likely}"] if likely else []
 
 
 def overflow(own: PrecisionRun, others: str) -> list[str]:
-    """Where NaN or Inf first appears, and what to do; ``others``: the other precisions in which it does."""
+    """Where NaN or Inf first appears, and what to do; ``others``: the other precisions in which it
+    does.
+    """
     where = own.nonfinite
-    sentence = (
-        f"{where['value']} first appears on the {where['path']} path in {where['module'] or 'the logits'} in {own.name}"
-    )
+    sentence = f"{where['value']} first appears on the {where['path']} path in {where['module'] or 'the logits'} in {own.name}"
     sentence += "" if where["position"] is None else f" at position {where['position']}"
     remedy = "the recomputation itself is not finite in this precision"
     if where.get("weights"):
-        remedy = f"the weights themselves hold NaN or Inf ({where['weights']}): load another checkpoint"
+        remedy = (
+            f"the weights themselves hold NaN or Inf ({where['weights']}): load another checkpoint"
+        )
     elif where["path"] == "cached":
         remedy = "the recomputation is finite there: look at what the cache gives back, and at rows that see no key"
     elif own.name == "float16":
@@ -453,7 +552,9 @@ def _rung(rung: PrecisionRun, evidence: Evidence) -> str:
             f"{sentence}; with a fixed order of additions all {len(fixed.every_error)} checks and {len(fixed.steps)} steps are "
             "bitwise equal."
         )
-    reasons = {j.cause.word: None for j in evidence.judged.get(rung.name, ()) if j.kernels == "fixed order"}
+    reasons = {
+        j.cause.word: None for j in evidence.judged.get(rung.name, ()) if j.kernels == "fixed order"
+    }
     why = " and ".join(word for word in reasons if word in ("cast", "rounding"))
     left = f"{fixed.largest_error / rung.unit:.2g} unit roundoffs are left"
     return f"{sentence}; with a fixed order {left}{f' ({why})' if why else ''}."
@@ -472,24 +573,34 @@ def _exercised(evidence: Evidence) -> list[str]:
     by_status: dict[str, list[str]] = {status: [] for status in named}
     for check in evidence.checks:
         # What is said by its sentence alone is said with it.
-        more = {RIGHT: f" ({check.tried})", PLAIN: "", WRONG: ""}.get(check.status, f" ({check.detail.rstrip('.')})")
+        more = {RIGHT: f" ({check.tried})", PLAIN: "", WRONG: ""}.get(
+            check.status, f" ({check.detail.rstrip('.')})"
+        )
         by_status.get(check.status, []).append(f"{check.name}{more}")
-    options = ", ".join(sorted({check.hint for check in evidence.checks if check.hint.startswith("--")}))
+    options = ", ".join(
+        sorted({check.hint for check in evidence.checks if check.hint.startswith("--")})
+    )
     ends = {
         PLAIN: ": there a forward without a cache over the same columns is off, or raises, as well",
         NOT_RUN: f" ({options} goes there)" if options else "",
     }
     lines = [
-        f"{named[of]}: {'; '.join(dict.fromkeys(names))}{ends.get(of, '')}" for of, names in by_status.items() if names
+        f"{named[of]}: {'; '.join(dict.fromkeys(names))}{ends.get(of, '')}"
+        for of, names in by_status.items()
+        if names
     ]
     return [f"exercised: {evidence.exercised}", *lines]
 
 
 def of_functions(evidence: Evidence, worst: float, against: str) -> Verdict:
-    """The verdict on anybody's own two functions: whether their programs are right, off by so much at most of ``against``."""
+    """The verdict on anybody's own two functions: whether their programs are right, off by so much
+    at most of ``against``.
+    """
     checks = evidence.checks
     word, place, lines = evidence._failed() or ("rounding" if worst else "equal", NOWHERE, [])
     if not any(check.status in (RIGHT, WRONG) for check in checks):
         word, lines = CANNOT_TELL, ["No use could be tried."]
-    evidence.exercised = f"programs of the cache, each against {against}; the largest difference {worst:.2g}."
+    evidence.exercised = (
+        f"programs of the cache, each against {against}; the largest difference {worst:.2g}."
+    )
     return evidence._verdict(evidence._asked(word), place, lines)

@@ -1,8 +1,10 @@
-"""The kernels table: for each operation a model really calls, whether a row's result depends on what it is computed with.
+"""The kernels table: for each operation a model really calls, whether a row's result depends on
+what it is computed with.
 
-The operations and their inputs are those of one forward of the model. Each is then called again on those inputs with other
-numbers of rows, other numbers of keys (the added ones masked) and another batch, and the result of the same row is compared
-bit by bit. Where it differs, each flag that may change which kernel runs is turned in turn.
+The operations and their inputs are those of one forward of the model. Each is then called again on
+those inputs with other numbers of rows, other numbers of keys (the added ones masked) and another
+batch, and the result of the same row is compared bit by bit. Where it differs, each flag that may
+change which kernel runs is turned in turn.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ STEPS = 2
 """Tokens fed one by one after the prompt, to see where the newest row first differs."""
 
 LARGEST = 16_384
-"""The most rows or keys that are worth the memory: a product of that many with itself is a gigabyte in float32."""
+"""The most rows or keys that are worth the memory: a product of that many with itself is a gigabyte
+in float32.
+"""
 
 
 @dataclasses.dataclass(repr=False)
@@ -49,12 +53,15 @@ class KernelsTable(Result):
     """What was found.
 
     Attributes:
-        table: One row an operation, varied dimension and size: operation, shape, where (first module), calls, varied, size,
-            bitwise_equal, rows_differing (share), max_ulp (of each number itself, which is large where a sum cancels),
-            max_ulp_of_row (of the row's largest number), flags_that_fix.
-        first: The first operation of the model whose output in the newest row differs between a cached step and recomputation
-            given equal inputs: operation, layer, tensor, module, position, error; None where none does. Rows before the newest,
-            which a recomputation makes anew among more rows, are not asked about.
+        table: One row an operation, varied dimension and size: operation, shape, where (first
+            module), calls, varied, size, bitwise_equal, rows_differing (share), max_ulp (of each
+            number itself, which is large where a sum cancels), max_ulp_of_row (of the row's largest
+            number), flags_that_fix.
+        first: The first operation of the model whose output in the newest row differs between a
+            cached step and recomputation
+            given equal inputs: operation, layer, tensor, module, position, error; None where none
+            does. Rows before the newest, which a recomputation makes anew among more rows, are not
+            asked about.
         provenance: Provenance.
     """
 
@@ -81,7 +88,9 @@ class KernelsTable(Result):
         return cls(tables["kernels"], summary["first"], tables["kernels"].attrs)
 
     def summary(self) -> pd.DataFrame:
-        """One row an operation and varied dimension: the smallest size at which it differs, and the worst ULP."""
+        """One row an operation and varied dimension: the smallest size at which it differs, and the
+        worst ULP.
+        """
         rows = []
         for key, group in self.table.groupby(["operation", "shape", "varied"], sort=False):
             bad = group[~group["bitwise_equal"]]
@@ -124,13 +133,19 @@ class KernelsTable(Result):
 
 
 def kernels_table(
-    model: Any, *, sizes: Sequence[int] = SIZES, kernels: str | Kernels = "native", seed: int = 0, length: int = 24
+    model: Any,
+    *,
+    sizes: Sequence[int] = SIZES,
+    kernels: str | Kernels = "native",
+    seed: int = 0,
+    length: int = 24,
 ) -> KernelsTable:
     """Measures which of a model's operations depend on the shape they are called with.
 
     Args:
         model: A model of any kind or an adapter.
-        sizes: Numbers of rows and of keys; the smallest is the reference for rows, the largest for keys.
+        sizes: Numbers of rows and of keys; the smallest is the reference for rows, the largest for
+            keys.
         kernels: A kernel mode to measure instead of the machine's own.
         seed: Seeds the prompt whose forward gives the inputs.
         length: Tokens of that prompt.
@@ -159,22 +174,40 @@ def kernels_table(
     return KernelsTable(pd.DataFrame(rows), first, about)
 
 
-def _first(model: BlockModel, tokens: Tensor, length: int, operations: Sequence[Operation]) -> Row | None:
-    """The first tensor that differs, with the operation of the table that computed it (the last one its module calls)."""
+def _first(
+    model: BlockModel, tokens: Tensor, length: int, operations: Sequence[Operation]
+) -> Row | None:
+    """The first tensor that differs, with the operation of the table that computed it (the last one
+    its module calls).
+    """
     with referenced(model, tokens) as hooks:
-        looked = look(hooks, Feed.one_by_one(length, length + STEPS), range(-1, len(model.blocks) + 1))
-        differing = [tensors[0] for sights in looked for sight in sights.values() if (tensors := sight.findings(0.0))]
+        looked = look(
+            hooks, Feed.one_by_one(length, length + STEPS), range(-1, len(model.blocks) + 1)
+        )
+        differing = [
+            tensors[0]
+            for sights in looked
+            for sight in sights.values()
+            if (tensors := sight.findings(0.0))
+        ]
     if not differing:
         return None
     finding = min(differing, key=lambda one: one.layer)
-    inner = {"attention output": ("attention (SDPA)", "values"), "attention scores": ("scores",)}.get(finding.tensor)
-    mine = [o for o in operations if o.calls and any(f"{m}.".startswith(f"{finding.module}.") for m in o.modules)]
+    inner = {
+        "attention output": ("attention (SDPA)", "values"),
+        "attention scores": ("scores",),
+    }.get(finding.tensor)
+    mine = [
+        o
+        for o in operations
+        if o.calls and any(f"{m}.".startswith(f"{finding.module}.") for m in o.modules)
+    ]
     names = [f"{o.name} {o.shape}" for o in mine if inner is None or o.name in inner]
     where = {n: getattr(finding, n) for n in ("layer", "tensor", "module", "position", "error")}
     return {"operation": names[-1] if names else "", **where}
 
 
-# Measuring one operation -----------------------------------------------------------------------------------------------
+# Measuring one operation --------------------------------------------------------------------------
 
 
 def _measure(operation: Operation, sizes: Sequence[int], mode: KernelMode) -> list[Row]:
@@ -190,7 +223,9 @@ def _measure(operation: Operation, sizes: Sequence[int], mode: KernelMode) -> li
                     raise
                 continue  # A back end that has no kernel for these inputs.
             gap, equal = (mine.double() - alone.double()).abs(), torch.equal(mine, alone)
-            unit = units_in_last_place(torch.maximum(mine.double().abs(), alone.double().abs()), operation.dtype)
+            unit = units_in_last_place(
+                torch.maximum(mine.double().abs(), alone.double().abs()), operation.dtype
+            )
             rows.append(
                 {
                     "operation": operation.name,
@@ -203,7 +238,9 @@ def _measure(operation: Operation, sizes: Sequence[int], mode: KernelMode) -> li
                     "rows_differing": float((gap > 0).any(-1).double().mean()),
                     "max_ulp": float((gap / unit).max()),
                     "max_ulp_of_row": float((gap / unit.amax(-1, keepdim=True)).max()),
-                    "flags_that_fix": "" if equal else _fixing(operation.name, partial(call, size), mode, mine.device),
+                    "flags_that_fix": ""
+                    if equal
+                    else _fixing(operation.name, partial(call, size), mode, mine.device),
                 }
             )
     return rows
@@ -213,10 +250,14 @@ def _fixing(name: str, call: Callable[[], Pair], mode: KernelMode, device: torch
     """The flags under which the result no longer depends on the shape."""
     switches = _switches(device)
     if name == "attention (SDPA)":
-        switches = {f"sdpa {kind}": partial(sdpa_kernel, backend) for kind, backend in BACKENDS.items()} | switches
+        switches = {
+            f"sdpa {kind}": partial(sdpa_kernel, backend) for kind, backend in BACKENDS.items()
+        } | switches
     fixing = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own context of oneDNN's flags sets older names of them.
+        warnings.simplefilter(
+            "ignore"
+        )  # torch's own context of oneDNN's flags sets older names of them.
         for switch, flag in switches.items():
             # Some combinations of flags have no kernel for these inputs.
             with contextlib.suppress(RuntimeError), flag(), mode:
@@ -226,8 +267,13 @@ def _fixing(name: str, call: Callable[[], Pair], mode: KernelMode, device: torch
 
 
 def _switches(device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Every switch that may choose another kernel on this device, by name; each restores what it changed."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    """Every switch that may choose another kernel on this device, by name; each restores what it
+    changed.
+    """
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
     def put(on: bool, warn_only: bool) -> None:
         torch.use_deterministic_algorithms(on, warn_only=warn_only)
@@ -235,16 +281,27 @@ def _switches(device: torch.device) -> dict[str, Callable[[], Any]]:
     switches = {"deterministic algorithms": partial(_set, put, before, (not before[0], True))}
     if device.type != "cuda":
         return {"oneDNN off": partial(torch.backends.mkldnn.flags, enabled=False), **switches}
-    reduced = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_tf32")
-    return {**{name: partial(_toggled, torch.backends.cuda.matmul, name) for name in reduced}, **switches}
+    reduced = (
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+        "allow_tf32",
+    )
+    return {
+        **{name: partial(_toggled, torch.backends.cuda.matmul, name) for name in reduced},
+        **switches,
+    }
 
 
 def _toggled(holder: Any, name: str) -> contextlib.AbstractContextManager[None]:
     before = getattr(holder, name)
-    # torch keeps two switches under the name of the reduction: setting it by one value turns split-K on, and it refuses a
-    # reduced reduction without split-K.
+    # torch keeps two switches under the name of the reduction: setting it by one value turns
+    # split-K on, and it refuses a reduced reduction without split-K.
     split_k = getattr(holder, f"{name}_split_k", None)
-    both, turned = (before, not before) if split_k is None else ((before, split_k), (not before, split_k or not before))
+    both, turned = (
+        (before, not before)
+        if split_k is None
+        else ((before, split_k), (not before, split_k or not before))
+    )
     return _set(partial(setattr, holder, name), (both,), (turned,))
 
 
@@ -257,7 +314,7 @@ def _set(put: Callable[..., Any], before: tuple[Any, ...], now: tuple[Any, ...])
         put(*before)
 
 
-# The operations a model calls, with the inputs it calls them with, each ready to be called again in other shapes ----------
+# The operations a model calls, with the inputs it calls them with, each ready to be called again in
 
 _F = torch.nn.functional
 _GROUPED = (getattr(torch, "_grouped_mm", None), getattr(_F, "grouped_mm", None))
@@ -270,7 +327,9 @@ BACKENDS = {
 
 Pair = tuple[Tensor, Tensor]
 Variant = Callable[[int], Pair]
-"""From a size to the results of the same rows: computed in that size, and as they are compared with."""
+"""From a size to the results of the same rows: computed in that size, and as they are compared
+with.
+"""
 
 
 @dataclasses.dataclass
@@ -283,7 +342,8 @@ class Operation:
         modules: The modules that called it, in order.
         dtype: The dtype of its input.
         variants: What is varied (``"rows"``, ``"keys"``, ``"batch"``), and how.
-        calls: How often the model called it; 0 for an SDPA back end that the model could use but that was asked for here.
+        calls: How often the model called it; 0 for an SDPA back end that the model could use but
+            that was asked for here.
     """
 
     name: str
@@ -295,7 +355,9 @@ class Operation:
 
 
 class _Collector:
-    """Collects the operations of one forward; ``most``: how many rows or keys each will be called with."""
+    """Collects the operations of one forward; ``most``: how many rows or keys each will be called
+    with.
+    """
 
     def __init__(self, model: BlockModel, most: int) -> None:
         self.model, self.most = model, most
@@ -342,18 +404,30 @@ class _Collector:
         elif func is torch.addmm and args[1].dim() == 2:
             # torch takes two dimensions here and no more, so a batch reaches it as more rows.
             bias, x, weight = args
-            self.linear(x, weight.shape[1], lambda x: func(bias, x.flatten(0, -2), weight).unflatten(0, x.shape[:-1]))
+            self.linear(
+                x,
+                weight.shape[1],
+                lambda x: func(bias, x.flatten(0, -2), weight).unflatten(0, x.shape[:-1]),
+            )
         elif func in _GROUPED and func is not None and args[1].dim() == 3:
             self.linear(args[0], args[1].shape[2], partial(_grouped, func, args[1]), "expert, ")
         elif func in MATMUL and len(args) == 2 and args[1].dim() == 2 and args[0].dim() >= 2:
             self.linear(args[0], args[1].shape[1], lambda x: torch.matmul(x, args[1]))
         elif (
-            func in (torch.conv1d, _F.conv1d) and kwargs.get("groups", args[6] if len(args) > 6 else 1) == args[0].shape[1]
+            func in (torch.conv1d, _F.conv1d)
+            and kwargs.get("groups", args[6] if len(args) > 6 else 1) == args[0].shape[1]
         ):
             self.convolution(args, kwargs)
         return result
 
-    def add(self, name: str, shape: str, dtype: torch.dtype, variants: dict[str, Variant], calls: int = 1) -> None:
+    def add(
+        self,
+        name: str,
+        shape: str,
+        dtype: torch.dtype,
+        variants: dict[str, Variant],
+        calls: int = 1,
+    ) -> None:
         """Adds an operation, or one more call of it."""
         mine = self.found.setdefault((name, shape), Operation(name, shape, [], dtype, variants, 0))
         mine.calls += calls
@@ -370,22 +444,36 @@ class _Collector:
         calls: int = 1,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Adds what computes each row of ``x`` by itself, with the same ``others``; ``keys`` varies how many those are."""
+        """Adds what computes each row of ``x`` by itself, with the same ``others``; ``keys`` varies
+        how many those are.
+        """
         one = x[None, :8] if x.dim() == 2 else x[..., :4, :]
 
         def beside(batch: Tensor) -> Tensor:
             return call(batch, *(other.expand(len(batch), *other.shape[1:]) for other in others))
 
         def some(size: int) -> Pair:
-            """Some rows of what is computed of ``size`` rows, and the same rows each computed alone."""
+            """Some rows of what is computed of ``size`` rows, and the same rows each computed
+            alone.
+            """
             looked = sorted({0, size // 2, size - 1})
             alone = [call(x[..., i : i + 1, :].contiguous(), *others) for i in looked]
-            return call(x[..., :size, :].contiguous(), *others)[..., looked, :], torch.cat(alone, -2)
+            return call(x[..., :size, :].contiguous(), *others)[..., looked, :], torch.cat(
+                alone, -2
+            )
 
         variants: dict[str, Variant] = {"rows": some} | ({} if keys is None else {"keys": keys})
-        self.add(name, shape, dtype or x.dtype, variants | {"batch": partial(_batch_pair, beside, one)}, calls)
+        self.add(
+            name,
+            shape,
+            dtype or x.dtype,
+            variants | {"batch": partial(_batch_pair, beside, one)},
+            calls,
+        )
 
-    def linear(self, x: Tensor, outputs: int, call: Callable[[Tensor], Tensor], what: str = "") -> None:
+    def linear(
+        self, x: Tensor, outputs: int, call: Callable[[Tensor], Tensor], what: str = ""
+    ) -> None:
         """A product with weights."""
         name = "unembed" if outputs == self.model.adapter.facts.vocabulary else "linear"
         rows = _longer(x.reshape(-1, x.shape[-1]), 0, self.most)
@@ -400,13 +488,21 @@ class _Collector:
 
         def call(x: Tensor) -> Tensor:
             # Some norms take a batch of sequences and nothing less.
-            return forward(*(x[None] if x.dim() == 2 else x).split(width, -1)).reshape(*x.shape[:-1], width)
+            return forward(*(x[None] if x.dim() == 2 else x).split(width, -1)).reshape(
+                *x.shape[:-1], width
+            )
 
         joined = torch.cat(parts, -1)
         rows = _longer(joined.reshape(-1, joined.shape[-1]), 0, self.most)
-        self.by_rows("norm", f"{width}" + (", gated" if len(parts) > 1 else ""), call, rows, dtype=output.dtype)
+        self.by_rows(
+            "norm",
+            f"{width}" + (", gated" if len(parts) > 1 else ""),
+            call,
+            rows,
+            dtype=output.dtype,
+        )
 
-    # Products of activations -----------------------------------------------------------------------------------------
+    # Products of activations ----------------------------------------------------------------------
 
     def product(self, found: Product | None) -> None:
         """A product that no softmax followed: part of a recurrence, or an expert's."""
@@ -426,7 +522,14 @@ class _Collector:
             one = query[..., :1, :]
             return torch.matmul(one, key[..., :n]), torch.matmul(one, key)[..., :n]
 
-        self.by_rows("scores", f"{a.shape[-1]} by keys, {a.shape[1]} heads", torch.matmul, query, key, keys=fewer)
+        self.by_rows(
+            "scores",
+            f"{a.shape[-1]} by keys, {a.shape[1]} heads",
+            torch.matmul,
+            query,
+            key,
+            keys=fewer,
+        )
         full = _longer(_longer(scores, -1, self.most), -2, self.most)
 
         def call(s: Tensor) -> Tensor:
@@ -437,32 +540,54 @@ class _Collector:
             hidden[..., n:] = -torch.inf
             return call(full[..., :1, :n]), call(hidden)[..., :n]
 
-        self.by_rows("softmax", f"over keys, {scores.shape[1]} heads", call, full, keys=masked, dtype=dtype)
+        self.by_rows(
+            "softmax", f"over keys, {scores.shape[1]} heads", call, full, keys=masked, dtype=dtype
+        )
 
     def values(self, values_seen: Values) -> None:
         """Multiplies the probabilities by the values."""
-        a, b, scores = (_heads(t) for t in (values_seen.weights, values_seen.values, values_seen.scores.product.result))
+        a, b, scores = (
+            _heads(t)
+            for t in (values_seen.weights, values_seen.values, values_seen.scores.product.result)
+        )
         square = _longer(_longer(scores, -1, self.most), -2, self.most)
         weights, values = torch.softmax(square.float(), -1).to(a.dtype), _longer(b, -2, self.most)
 
         def fewer(n: int) -> Pair:
-            """One row of probabilities by so many values, and the same with more values whose probability is zero."""
+            """One row of probabilities by so many values, and the same with more values whose
+            probability is zero.
+            """
             one = weights[..., :1, :]
             masked = one.clone()
             masked[..., n:] = 0
-            return torch.matmul(one[..., :n].contiguous(), values[..., :n, :].contiguous()), torch.matmul(masked, values)
+            return torch.matmul(
+                one[..., :n].contiguous(), values[..., :n, :].contiguous()
+            ), torch.matmul(masked, values)
 
-        self.by_rows("values", f"keys by {b.shape[-1]}, {b.shape[1]} heads", torch.matmul, weights, values, keys=fewer)
+        self.by_rows(
+            "values",
+            f"keys by {b.shape[-1]}, {b.shape[1]} heads",
+            torch.matmul,
+            weights,
+            values,
+            keys=fewer,
+        )
 
     def fused(self, found: Fused) -> None:
         """SDPA as the model calls it, and each back end that it could call, one by one."""
         scale, shared = found.options.get("scale"), found.options.get("enable_gqa", False)
-        query, key, value = (_longer(t, -2, self.most) for t in (found.query, found.key, found.value))
+        query, key, value = (
+            _longer(t, -2, self.most) for t in (found.query, found.key, found.value)
+        )
         shape = f"head_dim {query.shape[-1]}, {query.shape[1]} over {key.shape[1]} heads"
 
-        def run(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        def run(
+            backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+        ) -> Tensor:
             with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
-                return _F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
+                return _F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared
+                )
 
         def fewer(call: Callable[..., Tensor], n: int) -> Pair:
             seen = (torch.arange(self.most, device=query.device) < n)[None, None, None]
@@ -471,10 +596,21 @@ class _Collector:
 
         for name, backend in {"": None, **BACKENDS}.items():
             call, known = partial(run, backend), f"attention (SDPA{name and f' {name}'})"
-            self.by_rows(known, shape, call, query, key, value, keys=partial(fewer, call), calls=int(not name))
+            self.by_rows(
+                known,
+                shape,
+                call,
+                query,
+                key,
+                value,
+                keys=partial(fewer, call),
+                calls=int(not name),
+            )
 
     def convolution(self, args: Any, kwargs: Any) -> None:
-        """A causal convolution of each channel: the first positions must not depend on how many follow."""
+        """A causal convolution of each channel: the first positions must not depend on how many
+        follow.
+        """
         x = _longer(args[0], -1, self.most)
 
         def call(part: Tensor) -> Tensor:
@@ -483,12 +619,17 @@ class _Collector:
         def some(size: int) -> Pair:
             return call(x[..., :size])[..., :size], call(x)[..., :size]
 
-        variants: dict[str, Variant] = {"rows": some, "batch": partial(_batch_pair, call, x[..., :8])}
+        variants: dict[str, Variant] = {
+            "rows": some,
+            "batch": partial(_batch_pair, call, x[..., :8]),
+        }
         weight = args[1] if len(args) > 1 else kwargs["weight"]
-        self.add("convolution", f"{x.shape[1]} channels, {weight.shape[-1]} taps", x.dtype, variants)
+        self.add(
+            "convolution", f"{x.shape[1]} channels, {weight.shape[-1]} taps", x.dtype, variants
+        )
 
 
-# Calling again in other shapes -------------------------------------------------------------------------------------------
+# Calling again in other shapes --------------------------------------------------------------------
 
 
 def _grouped(func: Any, weights: Tensor, x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The uses of a model's cache: programs in float64 with casts lifted, and some in the model's own dtype."""
+"""The uses of a model's cache: programs in float64 with casts lifted, and some in the model's own
+dtype.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,17 @@ from kvinterp.auditing.programs.pasted import pasted
 from kvinterp.auditing.programs.place import placed
 from kvinterp.auditing.programs.program import Program
 from kvinterp.auditing.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, Run
-from kvinterp.auditing.programs.search import EDGES, FIRST, FURTHEST, Searched, base_of, far, least, search, tried
+from kvinterp.auditing.programs.search import (
+    EDGES,
+    FIRST,
+    FURTHEST,
+    Searched,
+    base_of,
+    far,
+    least,
+    search,
+    tried,
+)
 from kvinterp.auditing.programs.subject import NARROW, ROOM, Subject, apart
 from kvinterp.common import spec
 from kvinterp.errors import UnsupportedError, named, out_of_memory, reason
@@ -38,9 +50,12 @@ CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
 SWITCHING = ("dynamic", "longrope", "yarn")
 """Kinds of RoPE whose frequencies are other ones beyond some length."""
 POSITIONS, PRODUCTS = 4096, {"cpu": 8e10, "cuda": 5e13}
-"""Positions of one program at the most, and products of a forward, a few seconds' worth; ``reach`` goes to any."""
+"""Positions of one program at the most, and products of a forward, a few seconds' worth; ``reach``
+goes to any.
+"""
 FILL, LOGITS, FAR = 512, 2**26, 98
-"""Columns at once of a long text; numbers that the logits of one may hold; and tokens behind which a step is asked where it puts
+"""Columns at once of a long text; numbers that the logits of one may hold; and tokens behind which
+a step is asked where it puts
 the next one: more than a compressed cache as a rule keeps."""
 REACH = "--reach"
 FEWER_BITS = "a tensor is cast to 16 bits in this use that the plain forward keeps wider"
@@ -83,16 +98,25 @@ def uses_of(
             return [_met(adapter, error)]
         edges, not_reached = _edges(adapter, reach)
         names = {
-            str(program_named(text)): (f"over the {name}", size) for (name, size), texts in edges.items() for text in texts
+            str(program_named(text)): (f"over the {name}", size)
+            for (name, size), texts in edges.items()
+            for text in texts
         }
-        first = [*given, *(program for program in map(program_named, names) if subject.offers(program.rows))]
+        first = [
+            *given,
+            *(program for program in map(program_named, names) if subject.offers(program.rows)),
+        ]
         further, dear = _further(adapter, reach)
         ahead = [*map(program_named, further)]
         found = search(subject, programs, seconds, seed, first, progress=progress, further=ahead)
         if subject.lifted and (own := _instead(adapter, found, make)) is not None:
             subject, why = own
-            found = search(subject, programs, seconds, seed, first, progress=progress, further=ahead)
-        names = {str(program_named(text)): (_past(size), size) for text, size in further.items()} | names
+            found = search(
+                subject, programs, seconds, seed, first, progress=progress, further=ahead
+            )
+        names = {
+            str(program_named(text)): (_past(size), size) for text, size in further.items()
+        } | names
         not_reached += [*dear, *_cut(found, names, programs, seconds)]
         checks = _checks(subject, found, names, {*map(str, given)})
         # In 16 bits a cache that loses is off from itself wherever rounding tips what it quantises.
@@ -101,15 +125,28 @@ def uses_of(
             said = f"what runs on this model does not follow a cast ({why}), so programs were judged in its own"
             not_reached.insert(0, Check("float64", NOT_RUN, f"{said} {dtype_name(adapter.dtype)}."))
         elif not subject.lossy if sixteen else not any(one.status == WRONG for one in checks):
-            checks += _narrow(adapter, subject, given, _wrong_uses(checks), programs // 5, seconds / 3, make)
+            checks += _narrow(
+                adapter, subject, given, _wrong_uses(checks), programs // 5, seconds / 3, make
+            )
         if asked is not None:
             checks = asked.blamed(adapter, asked.completed(subject, checks))
         if subject.mixes:
             said = f"in a batch the forward without a cache is off by {subject.mixes:.2g} from each row alone"
-            checks.append(Check("batch", PLAIN, f"{said}: rows were tried alone.", subject.mixes, subject.limit))
+            checks.append(
+                Check(
+                    "batch", PLAIN, f"{said}: rows were tried alone.", subject.mixes, subject.limit
+                )
+            )
         # What no contract of a cache promises: said, and no failure.
-        found, known = search(subject, programs // 6, seconds / 4, seed, faults=1, beyond="yes"), _wrong_uses(checks)
-        checks += [_wrong(subject, one, BEYOND, found.ran) for one in found.wrong if base_of(one.use) not in known]
+        found, known = (
+            search(subject, programs // 6, seconds / 4, seed, faults=1, beyond="yes"),
+            _wrong_uses(checks),
+        )
+        checks += [
+            _wrong(subject, one, BEYOND, found.ran)
+            for one in found.wrong
+            if base_of(one.use) not in known
+        ]
         return [*sorted(checks, key=lambda one: one.status != WRONG), *not_reached]
 
 
@@ -134,25 +171,42 @@ def check_functions(
     given, most = [*asked, *lengths], programs + (len(asked) + len(lengths)) * (programs > 0)
     ahead = [*map(program_named, further)] if programs else []
     found = search(subject, most, seconds, seed, given, progress=progress, further=ahead)
-    edges = {str(program): (_past(size), size) for program, size in zip(ahead, further.values(), strict=False)}
+    edges = {
+        str(program): (_past(size), size)
+        for program, size in zip(ahead, further.values(), strict=False)
+    }
     # A cache that nobody was asked to fill may say in this way that it is full.
     ends = [
         one
         for one in found.wrong
-        if one.raised and one.origin not in names and sum(step.columns for step in one.program.steps) > ROOM
+        if one.raised
+        and one.origin not in names
+        and sum(step.columns for step in one.program.steps) > ROOM
     ]
     found.wrong = [one for one in found.wrong if one not in ends]
-    full = [Check("end of the cache", REFUSED, f"{one.why}, in {one.program}.", program=str(one.program)) for one in ends]
+    full = [
+        Check(
+            "end of the cache", REFUSED, f"{one.why}, in {one.program}.", program=str(one.program)
+        )
+        for one in ends
+    ]
     refused = [
         Check(f"{use} in {one.program}", REFUSED, f"{one.why}.", program=str(one.program))
         for (word, use), one in found.others.items()
         if word == REFUSED and use in found.tried
     ]
-    return found, [*_checks(subject, found, edges, names), *full, *refused, *_cut(found, edges, most, seconds)]
+    return found, [
+        *_checks(subject, found, edges, names),
+        *full,
+        *refused,
+        *_cut(found, edges, most, seconds),
+    ]
 
 
 def dropped_by(adapter: Adapter, asked: CacheAsked) -> Counted | None:
-    """Where the model puts a token behind rows that its user's cache dropped; None where that keeps all."""
+    """Where the model puts a token behind rows that its user's cache dropped; None where that keeps
+    all.
+    """
     length = min(FAR, adapter.facts.context)
     if not isinstance(asked.kind, MadeBy | Named) or not adapter.plain or length < 3:
         return None
@@ -161,7 +215,9 @@ def dropped_by(adapter: Adapter, asked: CacheAsked) -> Counted | None:
 
 
 def counted_in(subject: Subject) -> Counted | None:
-    """Where anybody's own step puts a token behind rows that its cache dropped; None where it keeps all, or cannot be asked."""
+    """Where anybody's own step puts a token behind rows that its cache dropped; None where it keeps
+    all, or cannot be asked.
+    """
     text = [subject.tokens[n % len(subject.tokens)] for n in range(min(FAR, subject.room - 1))]
     with contextlib.suppress(Exception), subject.running():
         # Its id is none of the numbers that a position may be.
@@ -196,7 +252,9 @@ class CacheAsked:
                 f"{made.loss:.2g} of the largest logit; each use was held against the same cache without it, one row alone in "
                 "the same pieces"
             )
-            nulls = [f"{kind} by {null:.2g}" for kind, null in made.nulls.items() if null > made.limit]
+            nulls = [
+                f"{kind} by {null:.2g}" for kind, null in made.nulls.items() if null > made.limit
+            ]
             note += (
                 f" ({' and '.join(nulls)} it is off from itself, and what is off by less than the root of that passes)"
                 * bool(nulls)
@@ -208,9 +266,15 @@ class CacheAsked:
                 "same cache without it"
             )
         else:
-            note = f"{self.kind} was said to lose something, and loses nothing here" if self.declared else ""
+            note = (
+                f"{self.kind} was said to lose something, and loses nothing here"
+                if self.declared
+                else ""
+            )
         # What is lost in any precision is said; that nothing is, where it is so in all.
-        self.notes = [note] if note and (made.lossy or not (self.lossy or self.notes)) else self.notes
+        self.notes = (
+            [note] if note and (made.lossy or not (self.lossy or self.notes)) else self.notes
+        )
         self.lossy = self.lossy or made.lossy
         return made
 
@@ -218,33 +282,45 @@ class CacheAsked:
         """The checks, and those of uses that the cache does not offer."""
         cache = subject.fresh()
         named = {
-            "crop and go on": (croppable(cache), "it does not offer to take positions back, so that none was"),
-            **{name: (offers(cache, name), f"it offers no {name}, so that no row was moved by it") for name in MOVES},
+            "crop and go on": (
+                croppable(cache),
+                "it does not offer to take positions back, so that none was",
+            ),
+            **{
+                name: (offers(cache, name), f"it offers no {name}, so that no row was moved by it")
+                for name in MOVES
+            },
         }
         known = {check.name for check in checks}
-        missing = [(name, why) for name, (offered, why) in named.items() if not offered and name not in known]
+        missing = [
+            (name, why)
+            for name, (offered, why) in named.items()
+            if not offered and name not in known
+        ]
         return [*checks, *(Check(name, NOT_RUN, f"{why}.") for name, why in missing)]
 
     def blamed(self, adapter: Adapter, checks: list[Check]) -> list[Check]:
-        """The checks, of which those that are wrong say whether the model's own cache is wrong in the same program too."""
+        """The checks, of which those that are wrong say whether the model's own cache is wrong in
+        the same program too.
+        """
         if not any(check.status == WRONG for check in checks):
             return checks
         own, _ = _subject(adapter, ModelSubject)
         found = []
         for check in checks:
             if check.status == WRONG and tried(own, program_named(check.program)).word == WRONG:
-                said = (
-                    f"{check.detail.rstrip('.')}; so is the model's own cache in this program, which kvinterp audit places."
-                )
+                said = f"{check.detail.rstrip('.')}; so is the model's own cache in this program, which kvinterp audit places."
                 check = dataclasses.replace(check, detail=said)
             found.append(check)
         return found
 
 
 def _subject(adapter: Adapter, make: Callable[..., ModelSubject]) -> tuple[ModelSubject, str]:
-    """In float64 with casts lifted, or where the model does not run so, as it is; and why not in float64.
+    """In float64 with casts lifted, or where the model does not run so, as it is; and why not in
+    float64.
 
-    A function that replaces a module's ``forward``, or an SAE in a hook, keeps the tensors that it was made with.
+    A function that replaces a module's ``forward``, or an SAE in a hook, keeps the tensors that it
+    was made with.
     """
     try:
         return make(adapter), ""
@@ -260,8 +336,12 @@ def _subject(adapter: Adapter, make: Callable[..., ModelSubject]) -> tuple[Model
             raise error from None
 
 
-def _instead(adapter: Adapter, found: Searched, make: Callable[..., ModelSubject]) -> tuple[ModelSubject, str] | None:
-    """The model as it is, and what a program raises in float64 that runs on it; None where none does."""
+def _instead(
+    adapter: Adapter, found: Searched, make: Callable[..., ModelSubject]
+) -> tuple[ModelSubject, str] | None:
+    """The model as it is, and what a program raises in float64 that runs on it; None where none
+    does.
+    """
     for one in [run for run in (*found.wrong, *found.others.values()) if run.raised]:
         with contextlib.suppress(Exception):
             own = make(adapter, ())
@@ -272,7 +352,11 @@ def _instead(adapter: Adapter, found: Searched, make: Callable[..., ModelSubject
 
 def _met(adapter: Adapter, error: Exception) -> Check:
     """What an error makes of the programs before any could run."""
-    cause = error.__cause__ if isinstance(error, UnsupportedError) and error.__cause__ is not None else error
+    cause = (
+        error.__cause__
+        if isinstance(error, UnsupportedError) and error.__cause__ is not None
+        else error
+    )
     who, place = whose(cause, adapter.model)
     said = named(cause)
     if out_of_memory(cause):
@@ -280,8 +364,16 @@ def _met(adapter: Adapter, error: Exception) -> Check:
     if isinstance(error, UnsupportedError):
         return Check("programs of the cache", NOT_RUN, f"{str(error).rstrip('.')}.")
     if who == OURS:
-        return Check("programs of the cache", UNCLEAR, f"kvinterp itself raised {said} ({place}): please report it.")
-    return Check("prompt", WRONG if who == CRASHES else REFUSED, f"a prompt with a cache raises {said} ({place}).")
+        return Check(
+            "programs of the cache",
+            UNCLEAR,
+            f"kvinterp itself raised {said} ({place}): please report it.",
+        )
+    return Check(
+        "prompt",
+        WRONG if who == CRASHES else REFUSED,
+        f"a prompt with a cache raises {said} ({place}).",
+    )
 
 
 def _checks(
@@ -290,7 +382,8 @@ def _checks(
     names: Mapping[str, tuple[str, int]] = types.MappingProxyType({}),
     asked: Collection[str] = (),
 ) -> list[Check]:
-    """A check a use; programs that go over an edge, and do so still when they are shrunk, are called by it.
+    """A check a use; programs that go over an edge, and do so still when they are shrunk, are
+    called by it.
 
     What came of a program that was asked for is said also where others are right in the same use.
     """
@@ -321,7 +414,16 @@ def _checks(
             if word == PLAIN and len(one.program.rows.pads) == 1 and any(one.program.rows.pads)
             else one.use
         )
-        others.append(Check(name, word, f"{one.why.rstrip('.')}.", tried=1, program=str(one.program), asked=given))
+        others.append(
+            Check(
+                name,
+                word,
+                f"{one.why.rstrip('.')}.",
+                tried=1,
+                program=str(one.program),
+                asked=given,
+            )
+        )
     checks = dict[str, Check]()
     for check in (*wrong, *(one for one in others if one.asked), *right, *others):
         checks.setdefault(check.name, check)
@@ -334,21 +436,41 @@ def _wrong(subject: Subject, one: Run, status: str, ran: int) -> Check:
     # What is wrong with the model may break the search for its place too.
     with contextlib.suppress(Exception):
         # The modules of a cache that loses are apart from the plain forward's wherever it reads.
-        place = placed(subject, one.program) if isinstance(subject, ModelSubject) and not subject.lossy else None
+        place = (
+            placed(subject, one.program)
+            if isinstance(subject, ModelSubject) and not subject.lossy
+            else None
+        )
     with contextlib.suppress(Exception):
         lines = pasted(one)
     # The number of the verdict is the one that the lines print.
     detail = f"{one.why if one.wrong is None else one.wrong}, in the program {one.program} (found by program {one.ran} of {ran})."
     where: dict[str, Any] = {}
     if status == WRONG and one.program.rows.told == "needed":
-        # The very program, told the positions of its tokens: only then is it they that a call leaves out.
+        # The very program, told the positions of its tokens: only then is it they that a call
+        # leaves out.
         told = Program(dataclasses.replace(one.program.rows, told="all"), one.program.steps)
         with contextlib.suppress(Exception):
             where = {"hint": NUMBERS} if tried(subject, told).word == RIGHT else {}
     if place is not None:
-        where |= {"layer": place.layer, "tensor": place.tensor, "module": place.module, "step": place.column}
+        where |= {
+            "layer": place.layer,
+            "tensor": place.tensor,
+            "module": place.module,
+            "step": place.column,
+        }
     error = None if one.wrong is None else one.wrong.error
-    return Check(one.use, status, detail, error, subject.limit, **where, tried=1, program=str(one.program), lines=lines)
+    return Check(
+        one.use,
+        status,
+        detail,
+        error,
+        subject.limit,
+        **where,
+        tried=1,
+        program=str(one.program),
+        lines=lines,
+    )
 
 
 def _wrong_uses(checks: Sequence[Check]) -> set[str]:
@@ -364,15 +486,23 @@ def _narrow(
     seconds: float,
     make: Callable[..., ModelSubject] = ModelSubject,
 ) -> list[Check]:
-    """What exists in a model's own 16 bits alone; in a wider one where casts to 16 bits change nothing in the plain forward."""
+    """What exists in a model's own 16 bits alone; in a wider one where casts to 16 bits change
+    nothing in the plain forward.
+    """
     own = adapter.dtype in SIXTEEN
     try:
         subject = make(adapter, () if own else (torch.float32,))
         text = subject.tokens[:9]
         if not own and apart(subject.alone(text), wide.alone(text)) > wide.limit:
             return []  # The model alone casts: the ladder says so.
-        found = search(subject, programs if own else len(FIRST), seconds, given=given, faults=4 if own else 1)
-        kept = [one for one in found.wrong if base_of(one.use) not in known and (not own or _again(subject, one.program))]
+        found = search(
+            subject, programs if own else len(FIRST), seconds, given=given, faults=4 if own else 1
+        )
+        kept = [
+            one
+            for one in found.wrong
+            if base_of(one.use) not in known and (not own or _again(subject, one.program))
+        ]
     except OwnError:
         raise
     except Exception:  # In float64 it ran.
@@ -384,19 +514,30 @@ def _narrow(
     # In float64 fewer programs may have run: of what is wrong there too no cast is the cause.
     right = [tried(wide, one.program).word == RIGHT for one in kept]
     return [
-        dataclasses.replace(check, hint=FEWER_BITS, detail=f"{check.detail.rstrip('.')}; {FEWER_BITS}.") if fine else check
+        dataclasses.replace(
+            check, hint=FEWER_BITS, detail=f"{check.detail.rstrip('.')}; {FEWER_BITS}."
+        )
+        if fine
+        else check
         for check, fine in zip(checks, right, strict=True)
     ]
 
 
 def _again(subject: Subject, program: Program) -> bool:
-    """Whether other tokens show it too: what fails with one set of them is rounding that tipped a choice."""
-    others = [Program(dataclasses.replace(program.rows, seed=program.rows.seed + n), program.steps) for n in (1, 2)]
+    """Whether other tokens show it too: what fails with one set of them is rounding that tipped a
+    choice.
+    """
+    others = [
+        Program(dataclasses.replace(program.rows, seed=program.rows.seed + n), program.steps)
+        for n in (1, 2)
+    ]
     return all(tried(subject, other).word == WRONG for other in others)
 
 
 def _over(one: Run, names: Mapping[str, tuple[str, int]]) -> str:
-    """Which edge a program goes over still once it is shrunk, as the end of its name; empty where none."""
+    """Which edge a program goes over still once it is shrunk, as the end of its name; empty where
+    none.
+    """
     # A piece that is wrong was not taken: what counts is how far the program goes.
     (edge, size), columns = names.get(one.origin, ("", 0)), one.program.columns
     if edge == _past(size):
@@ -409,26 +550,45 @@ def _past(edge: int) -> str:
     return f"past {edge:,} positions"
 
 
-def _cut(found: Searched, names: Mapping[str, tuple[str, int]], programs: int, seconds: float) -> list[Check]:
+def _cut(
+    found: Searched, names: Mapping[str, tuple[str, int]], programs: int, seconds: float
+) -> list[Check]:
     """What programs or processor seconds cut off, of what would have been tried in any case."""
-    over = f"{programs} programs were" if found.ran >= programs else f"{seconds:.3g} processor seconds were"
+    over = (
+        f"{programs} programs were"
+        if found.ran >= programs
+        else f"{seconds:.3g} processor seconds were"
+    )
     hint = "--programs" if found.ran >= programs else "--seconds"
     each = dict[str, list[Program]]()
     for program in found.cut:
         each.setdefault(names.get(str(program), ("what is tried first", 0))[0], []).append(program)
     return [
-        Check(name, NOT_RUN, f"{len(cut)} programs more, since {over} over, the first {cut[0]}.", hint=hint)
+        Check(
+            name,
+            NOT_RUN,
+            f"{len(cut)} programs more, since {over} over, the first {cut[0]}.",
+            hint=hint,
+        )
         for name, cut in each.items()
     ]
 
 
-# What is far -------------------------------------------------------------------------------------------------------------
+# What is far --------------------------------------------------------------------------------------
 
 
 def right_in_float64(checks: Sequence[Check]) -> bool:
-    """Whether every program is right where rounding is 1e-15: what then differs in a narrower type is no wrong code."""
-    fine = [check for check in checks if check.status == RIGHT and check.null is not None and check.null < 1e-6]
-    return any(check.name == "decode step" for check in fine) and not any(check.status == WRONG for check in checks)
+    """Whether every program is right where rounding is 1e-15: what then differs in a narrower type
+    is no wrong code.
+    """
+    fine = [
+        check
+        for check in checks
+        if check.status == RIGHT and check.null is not None and check.null < 1e-6
+    ]
+    return any(check.name == "decode step" for check in fine) and not any(
+        check.status == WRONG for check in checks
+    )
 
 
 def edges_of(adapter: Adapter) -> dict[int, str]:
@@ -439,7 +599,9 @@ def edges_of(adapter: Adapter) -> dict[int, str]:
 
 
 def _edges(adapter: Adapter, reach: str) -> tuple[dict[tuple[str, int], list[str]], list[Check]]:
-    """Programs over every edge that the config names, by its name and position, and those that cost too much."""
+    """Programs over every edge that the config names, by its name and position, and those that cost
+    too much.
+    """
     facts, named = adapter.facts, edges_of(adapter)
     rope = getattr(adapter.config, "rope_parameters", None) or {}
     for part in [rope, *(rope.values() if isinstance(rope, Mapping) else ())]:
@@ -449,7 +611,13 @@ def _edges(adapter: Adapter, reach: str) -> tuple[dict[tuple[str, int], list[str
     programs, far = dict[tuple[str, int], list[str]](), list[Check]()
     for size, name in sorted(named.items()):
         if size + 5 > facts.context:
-            far.append(Check(name, NOT_RUN, f"the context of {facts.context} positions ends before it is crossed."))
+            far.append(
+                Check(
+                    name,
+                    NOT_RUN,
+                    f"the context of {facts.context} positions ends before it is crossed.",
+                )
+            )
         elif why := _too_much(adapter, size + 5, reach):
             far.append(Check(name, NOT_RUN, f"{why}.", hint=REACH))
         else:
@@ -462,20 +630,27 @@ def _edges(adapter: Adapter, reach: str) -> tuple[dict[tuple[str, int], list[str
             if most > facts.context or "RoPE" in name:
                 turns = []
             elif why := _too_much(adapter, most, reach):
-                turns, dear = [], Check(f"three and a half times the {name}", NOT_RUN, f"{why}.", hint=REACH)
+                turns, dear = (
+                    [],
+                    Check(f"three and a half times the {name}", NOT_RUN, f"{why}.", hint=REACH),
+                )
                 far.append(dear)
             programs[name, size] = [
                 f"rows(0)+feed({size - 1})+feed(4,1)",
                 f"rows(0)+feed({size + 2},{FILL})+feed(2,1)",
                 *turns,
                 # A static cache moves its columns once its window is full.
-                f"rows(0)+generate({size - 1},4)" if "RoPE" in name else f"rows(0,cache=static)+feed({size - 1})+feed(4,1)",
+                f"rows(0)+generate({size - 1},4)"
+                if "RoPE" in name
+                else f"rows(0,cache=static)+feed({size - 1})+feed(4,1)",
             ]
     if facts.context < 2**31 and facts.context > 8:
         if why := _too_much(adapter, facts.context, reach, FURTHEST):
             far.append(Check("context end", NOT_RUN, f"{why}.", hint=REACH))
         else:
-            programs["context end", facts.context] = [f"rows(0)+feed({facts.context - 3})+feed(3,1)"]
+            programs["context end", facts.context] = [
+                f"rows(0)+feed({facts.context - 3})+feed(3,1)"
+            ]
     return programs, far
 
 
@@ -487,7 +662,10 @@ def _further(adapter: Adapter, reach: str) -> tuple[dict[str, int], list[Check]]
     dear = {
         edge: why
         for edge in edges
-        if (why := _too_much(adapter, edge + 8, reach) or "its logits alone take gigabytes" * logits[edge])
+        if (
+            why := _too_much(adapter, edge + 8, reach)
+            or "its logits alone take gigabytes" * logits[edge]
+        )
     }
     checks = [Check(_past(edge), NOT_RUN, f"{why}.", hint=REACH) for edge, why in dear.items()]
     return {text: edge for text, edge in programs.items() if edge not in dear}, checks
@@ -501,12 +679,13 @@ def _too_much(adapter: Adapter, length: int, reach: str, most: int = POSITIONS) 
     facts, weights = adapter.facts, sum(p.numel() for p in adapter.model.parameters())
     products = length * weights + 2 * facts.layers * facts.width * length**2
     spent = PRODUCTS.get(adapter.device.type, PRODUCTS["cpu"])
-    return f"a forward of {length} positions takes {products:.0e} products, more than the {spent:.0e} that are spent" * (
-        products > spent
+    return (
+        f"a forward of {length} positions takes {products:.0e} products, more than the {spent:.0e} that are spent"
+        * (products > spent)
     )
 
 
-# Programs that are given ----------------------------------------------------------------------------------------------
+# Programs that are given --------------------------------------------------------------------------
 
 LENGTH, STEPS = 17, 8
 """Tokens of a prompt that a name writes its program for, and tokens after it."""
@@ -514,7 +693,8 @@ ALL = "padded(left,5),batched(3),chunked(4),forked(3),generate,assisted(3),beams
 
 
 def programs_named(calls: str) -> list[Program]:
-    """The programs of a text with commas: each a program, or a name for one; ``"all"``: one of each that the library offers.
+    """The programs of a text with commas: each a program, or a name for one; ``"all"``: one of each
+    that the library offers.
 
     Raises:
         InputError: One is neither.
@@ -525,9 +705,16 @@ def programs_named(calls: str) -> list[Program]:
 
 @contextlib.contextmanager
 def as_it_was(adapter: Adapter) -> Iterator[None]:
-    """Restores what running a model can change: its mode, its attributes, the random state, what libraries say."""
+    """Restores what running a model can change: its mode, its attributes, the random state, what
+    libraries say.
+    """
     devices = [adapter.device] if adapter.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), warnings.catch_warnings(), quiet_transformers(), evaluating(adapter):
+    with (
+        torch.random.fork_rng(devices),
+        warnings.catch_warnings(),
+        quiet_transformers(),
+        evaluating(adapter),
+    ):
         warnings.simplefilter("ignore")
         with adapter.left_as_found():
             yield

@@ -1,4 +1,6 @@
-"""What values say: how far apart two tensors are, whether they lie on a narrower dtype's grid, where NaN or Inf first appears."""
+"""What values say: how far apart two tensors are, whether they lie on a narrower dtype's grid,
+where NaN or Inf first appears.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def row_errors(mine: Tensor, theirs: Tensor) -> Tensor:
-    """Each row's largest difference over the largest finite magnitude of ``theirs``, in the newest rows that both have.
+    """Each row's largest difference over the largest finite magnitude of ``theirs``, in the newest
+    rows that both have.
 
-    0 where both are the same infinity, inf where only one is a number; the magnitude may be all zero.
+    0 where both are the same infinity, inf where only one is a number; the magnitude may be all
+    zero.
     """
     count = min(len(mine), len(theirs))
     a, b = (t[len(t) - count :] for t in (mine, theirs))
@@ -36,11 +40,13 @@ def difference(a: Tensor, b: Tensor) -> float:
 
 
 def first_wrong(errors: Tensor) -> int:
-    """The first that is as wrong as any, to within a factor of ten: not one that differs by rounding only."""
+    """The first that is as wrong as any, to within a factor of ten: not one that differs by
+    rounding only.
+    """
     return int((errors >= errors.max() / 10).int().argmax())
 
 
-# What values say by themselves ----------------------------------------------------------------------------------------
+# What values say by themselves --------------------------------------------------------------------
 
 
 def narrower(dtype: torch.dtype, than: torch.dtype) -> bool:
@@ -54,7 +60,8 @@ def on_grid(values: Tensor, dtype: torch.dtype) -> bool:
 
 
 def logit_grid(logits: Tensor) -> str:
-    """The 16-bit dtype that holds every logit exactly, though they claim more bits; bfloat16 first, whose grid is coarser.
+    """The 16-bit dtype that holds every logit exactly, though they claim more bits; bfloat16 first,
+    whose grid is coarser.
 
     Logits that are all zero lie on every grid and say nothing.
     """
@@ -65,7 +72,9 @@ def logit_grid(logits: Tensor) -> str:
 
 
 def _outputs(model: BlockModel, *parts: Tensor) -> list[list[tuple[str, Tensor]]]:
-    """What every module returns, by its path, where parts of a text are fed; without a cache where there is one."""
+    """What every module returns, by its path, where parts of a text are fed; without a cache where
+    there is one.
+    """
     seen, cache = list[Heard](), None
     with heard(model.adapter.source, seen):
         for part in parts:
@@ -86,29 +95,45 @@ def grid_module(model: BlockModel, tokens: Tensor, dtype: torch.dtype) -> str:
 
     What went before may have been there by chance (16-bit weights).
     """
-    outputs = [(name, on_grid(output, dtype)) for name, output in _outputs(model, tokens)[0] if output.numel() > 1]
+    outputs = [
+        (name, on_grid(output, dtype))
+        for name, output in _outputs(model, tokens)[0]
+        if output.numel() > 1
+    ]
     last_off = max((i for i, (_, on) in enumerate(outputs) if not on), default=-1)
     return outputs[min(last_off + 1, len(outputs) - 1)][0] if outputs else ""
 
 
 def first_nonfinite(model: BlockModel, tokens: Tensor, prefill: int | None) -> dict[str, Any]:
-    """The first module whose output holds NaN or Inf, on a second run of the same tokens with every module heard.
+    """The first module whose output holds NaN or Inf, on a second run of the same tokens with every
+    module heard.
 
     Args:
         model: The model.
         tokens: ``[1, position]``.
-        prefill: How many are fed at once before the others one by one; None recomputes them without a cache.
+        prefill: How many are fed at once before the others one by one; None recomputes them without
+            a cache.
     """
     named = model.model.named_parameters()
-    weights = next((name for name, p in named if p.is_floating_point() and not bool(p.isfinite().all())), "")
+    weights = next(
+        (name for name, p in named if p.is_floating_point() and not bool(p.isfinite().all())), ""
+    )
     parts = (tokens[:, :prefill], *tokens[:, prefill:].split(1, 1)) if prefill else (tokens,)
-    outputs = [(at, *output) for at, forward in enumerate(_outputs(model, *parts)) for output in forward]
-    at, module, tensor = next((one for one in outputs if not bool(one[2].isfinite().all())), (0, "", None))
+    outputs = [
+        (at, *output) for at, forward in enumerate(_outputs(model, *parts)) for output in forward
+    ]
+    at, module, tensor = next(
+        (one for one in outputs if not bool(one[2].isfinite().all())), (0, "", None)
+    )
     value, position = "NaN or Inf", prefill + at - 1 if prefill and at else None
     if tensor is not None:
         value = "NaN" if bool(tensor.isnan().any()) else "Inf"
         if position is None and tensor.dim() >= 3 and len(tensor) == 1:
             position = int((~tensor.isfinite()).flatten(2).any(-1)[0].int().argmax())
-    layers = (n for n, block in enumerate(model.blocks) if f"{module}.".startswith(f"{model.name_of(block)}."))
+    layers = (
+        n
+        for n, block in enumerate(model.blocks)
+        if f"{module}.".startswith(f"{model.name_of(block)}.")
+    )
     where = {"module": module, "value": value, "position": position, "layer": next(layers, None)}
     return {"path": "cached" if prefill else "recompute", "weights": weights, **where}

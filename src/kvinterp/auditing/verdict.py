@@ -46,26 +46,31 @@ class Verdict(Result):
 
     Attributes:
         verdict: One of :data:`VERDICTS`.
-        first_layer: The first block that is wrong; -1 for the embedding, the number of blocks for the head; None where it
-            passes, or where what failed has no layer.
+        first_layer: The first block that is wrong; -1 for the embedding, the number of blocks for
+            the head; None where it passes, or where what failed has no layer.
         first_position: The absolute position where the tensor is first wrong, or None.
-        tensor: The first tensor that differs given equal inputs: K, V, Q, recurrent state, attention mask, residual sum, a
-            module, ...; or the exercise that failed.
+        tensor: The first tensor that differs given equal inputs: K, V, Q, recurrent state,
+            attention mask, residual sum, a module, ...; or the exercise that failed.
         module: The module it belongs to.
-        evidence: A dictionary a rung (see :meth:`PrecisionRun.summary`), with ``first_tensor`` (see :class:`Finding`) where one
-            was looked for, what takes its error away, and whether the parts account for the whole.
+        evidence: A dictionary a rung (see :meth:`PrecisionRun.summary`), with ``first_tensor`` (see
+            :class:`Finding`) where one was looked for, what takes its error away, and whether the
+            parts account for the whole.
         checks: What was exercised and what not, each with what it showed.
         notes: What a reader should know beside the verdict.
         reading: PASS or FAIL and the word, then short lines.
         allowed: Whether the word is one that the caller allows.
         provenance: Provenance.
-        seconds: What took how long: a row a rung and part of it, with seconds of the clock and of the processor.
-        given: Of another engine's log-probs the distances, what was tried, and the statistics of reinforcement learning.
-        reach: How far the programs went that were right: positions of a text (of the model's context), rows, columns taken back,
-            columns of a forward on a filled cache, turns.
-        distances: How far the programs that were asked for move logits in the model's own dtype, beside two recomputations in it.
-        tokens: Of another engine's log-probs every token: ``sequence``, ``position``, ``part`` (prompt or tokens), ``token``,
-            ``text``, and in nats ``engine``, ``ours`` (float64) and ``difference`` (engine less ours); None where none were read.
+        seconds: What took how long: a row a rung and part of it, with seconds of the clock and of
+            the processor.
+        given: Of another engine's log-probs the distances, what was tried, and the statistics of
+            reinforcement learning.
+        reach: How far the programs went that were right: positions of a text (of the model's
+            context), rows, columns taken back, columns of a forward on a filled cache, turns.
+        distances: How far the programs that were asked for move logits in the model's own dtype,
+            beside two recomputations in it.
+        tokens: Of another engine's log-probs every token: ``sequence``, ``position``, ``part``
+            (prompt or tokens), ``token``, ``text``, and in nats ``engine``, ``ours`` (float64) and
+            ``difference`` (engine less ours); None where none were read.
     """
 
     VERB: ClassVar = "audit"
@@ -117,7 +122,9 @@ class Verdict(Result):
         """
         place = Path(folder)
         if (fields := read_json(place / VERDICT)) is None:
-            raise InputError(f"folder {str(place)!r} holds no readable {VERDICT}: give a folder that kvinterp wrote.")
+            raise InputError(
+                f"folder {str(place)!r} holds no readable {VERDICT}: give a folder that kvinterp wrote."
+            )
         try:
             fields = _with_infinities(fields)
             tokens = None
@@ -125,7 +132,10 @@ class Verdict(Result):
                 with (place / GIVEN).open("rb") as file:
                     tokens = pd.read_parquet(file)
             del fields["exit_code"]
-            checks = tuple(Check(**{**check, "reach": Reach(**check.get("reach", {}))}) for check in fields.pop("checks"))
+            checks = tuple(
+                Check(**{**check, "reach": Reach(**check.get("reach", {}))})
+                for check in fields.pop("checks")
+            )
             fields["reach"] = Reach(**fields.get("reach", {}))
             fields["distances"] = tuple(Distance(**row) for row in fields.get("distances", ()))
             rows = {name: tuple(fields.get(name, ())) for name in ("notes", "seconds")}
@@ -142,8 +152,14 @@ class Verdict(Result):
 
     def written(self) -> Contents:
         """What each precision showed and what was exercised, and the fields of the JSON."""
-        checks = pd.DataFrame([{**fields, **fields.pop("reach")} for fields in map(dataclasses.asdict, self.checks)])
-        return {"rungs": self.overview(), "checks": checks, "seconds": pd.DataFrame(self.seconds)}, self.told()
+        checks = pd.DataFrame(
+            [{**fields, **fields.pop("reach")} for fields in map(dataclasses.asdict, self.checks)]
+        )
+        return {
+            "rungs": self.overview(),
+            "checks": checks,
+            "seconds": pd.DataFrame(self.seconds),
+        }, self.told()
 
     def overview(self) -> pd.DataFrame:
         """One row a precision: how far apart the logits and the blocks are."""
@@ -155,18 +171,29 @@ class Verdict(Result):
             "max_kl",
             "block_error_in_unit_roundoffs",
         )
-        return pd.DataFrame([{"rung": name, **{n: summary[n] for n in names}} for name, summary in self.evidence.items()])
+        return pd.DataFrame(
+            [
+                {"rung": name, **{n: summary[n] for n in names}}
+                for name, summary in self.evidence.items()
+            ]
+        )
 
     # What an audit measured is saved by it too.
     def save(self: Any, folder: str | os.PathLike[str], existing: str = "overwrite") -> Path:
-        """Writes all that there is; an earlier audit's files are always written over (``existing``). Returns the folder."""
+        """Writes all that there is; an earlier audit's files are always written over
+        (``existing``). Returns the folder.
+        """
         return Result.save(self, folder, existing)
 
-    def report(self, folder: str | os.PathLike[str] | None = None, existing: str = "overwrite") -> Path:
-        """The page; the one that is there where it was read from a folder, which also shows every block.
+    def report(
+        self, folder: str | os.PathLike[str] | None = None, existing: str = "overwrite"
+    ) -> Path:
+        """The page; the one that is there where it was read from a folder, which also shows every
+        block.
 
         Args:
-            folder: Where to; unless given where it is kept, or else a new folder among the system's temporary ones.
+            folder: Where to; unless given where it is kept, or else a new folder among the system's
+                temporary ones.
             existing: As for :meth:`save`.
 
         Returns:
@@ -174,7 +201,10 @@ class Verdict(Result):
         """
         if folder is None and self.folder is not None and (self.folder / "report.html").is_file():
             return self.folder / "report.html"
-        return self.save(folder or self.folder or tempfile.mkdtemp(prefix="kvinterp-"), existing) / "report.html"
+        return (
+            self.save(folder or self.folder or tempfile.mkdtemp(prefix="kvinterp-"), existing)
+            / "report.html"
+        )
 
     def sentences(self) -> list[str]:
         """The reading, line by line."""
@@ -193,7 +223,8 @@ class Verdict(Result):
 
 @dataclasses.dataclass(repr=False)
 class Audit(Result):
-    """Everything an audit measured; ``verdict`` is its conclusion, and what :func:`kvinterp.load` reads again.
+    """Everything an audit measured; ``verdict`` is its conclusion, and what :func:`kvinterp.load`
+    reads again.
 
     Attributes:
         verdict: The conclusion.

@@ -1,8 +1,9 @@
 """The command line: a command for every experiment, its options the experiment's own fields.
 
-Experiments are imported when their command is called, and heavy things within them, so that ``kvinterp --help`` answers at
-once. Whatever goes wrong is one sentence on stderr and exit code 2; an interrupted run ends with 130, its finished part on disk.
-With ``--json`` a command prints one JSON object on standard output, also for an error, and everything else on standard error.
+Experiments are imported when their command is called, and heavy things within them, so that
+``kvinterp --help`` answers at once. Whatever goes wrong is one sentence on stderr and exit code 2;
+an interrupted run ends with 130, its finished part on disk. With ``--json`` a command prints one
+JSON object on standard output, also for an error, and everything else on standard error.
 """
 
 import contextlib
@@ -27,7 +28,13 @@ from kvinterp._version import __version__
 from kvinterp.cli.listing import LISTED, described
 from kvinterp.commands.choices import check_early, check_models, default_folder
 from kvinterp.commands.options import OPTION
-from kvinterp.commands.registry import command_of, experiment_named, experiment_read, experiments, question_of
+from kvinterp.commands.registry import (
+    command_of,
+    experiment_named,
+    experiment_read,
+    experiments,
+    question_of,
+)
 from kvinterp.common.console import Dropping, echo
 from kvinterp.common.files import SUMMARY, is_file, read_json, strict_json
 from kvinterp.common.source import source
@@ -51,7 +58,9 @@ Json = Annotated[
 
 
 class _Verb(TyperCommand):
-    """An experiment's command: its file is imported when more is asked of it than what it is for."""
+    """An experiment's command: its file is imported when more is asked of it than what it is
+    for.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name, help=question_of(name))
@@ -62,8 +71,11 @@ class _Verb(TyperCommand):
         apart.command(self.name)(_command_of(str(self.name)))
         return typer.main.get_command(apart)
 
-    def make_context(self, info_name: str | None, args: list[str], *given: Any, **extra: Any) -> Any:
-        # What an experiment's file imports takes longer than a word that is misspelt, or a hub that is not there.
+    def make_context(
+        self, info_name: str | None, args: list[str], *given: Any, **extra: Any
+    ) -> Any:
+        # What an experiment's file imports takes longer than a word that is misspelt, or a hub that
+        # is not there.
         try:
             context = super().make_context(info_name, args, *given, **extra)
         except _WrongUse as error:
@@ -85,7 +97,9 @@ class _Verb(TyperCommand):
         """The error for an option that there is not."""
         command, first = f"kvinterp {' '.join(command_of(str(self.name)))}", self.params[0]
         if option.strip("-s") == str(first.name).strip("s"):
-            return InputError(f"unknown option {option!r}: it stands without a name, as in '{command} zoo:gqa2-mini'.")
+            return InputError(
+                f"unknown option {option!r}: it stands without a name, as in '{command} zoo:gqa2-mini'."
+            )
         known = [flag for param in self.params for flag in param.opts if flag.startswith("--")]
         return unknown("option", option, known, f"See '{command} --help'.")
 
@@ -102,7 +116,9 @@ class _Experiments(TyperGroup):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        own = {name: _Verb(name) for name in experiments() if command_of(name) == (*self.BEFORE, name)}
+        own = {
+            name: _Verb(name) for name in experiments() if command_of(name) == (*self.BEFORE, name)
+        }
         self.commands = {**own, **self.commands}
 
 
@@ -116,19 +132,25 @@ class _Root(_Experiments):
         arguments = list(sys.argv[1:] if args is None else args)
         as_json = "--json" in arguments
         if sys.stdout is None:
-            echo("error: standard output is closed, where what is found is printed: send it to a file.", err=True)
+            echo(
+                "error: standard output is closed, where what is found is printed: send it to a file.",
+                err=True,
+            )
             raise SystemExit(2)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(AttributeError):
                 # Where the stream's encoding lacks a character an escape is shown.
                 stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         with contextlib.ExitStack() as streams:
-            # Help is printed by typer and rich, which would end with an error where a reader has left.
+            # Help is printed by typer and rich, which would end with an error where a reader has
+            # left.
             streams.enter_context(contextlib.redirect_stdout(Dropping(sys.stdout)))
             if sys.stderr is not None:
                 streams.enter_context(contextlib.redirect_stderr(Dropping(sys.stderr)))
             try:
-                with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+                with (
+                    contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+                ):
                     found = self._called(arguments or ["--help"])
                 if as_json:
                     echo(strict_json(found))
@@ -159,11 +181,16 @@ class _Root(_Experiments):
             return {"error": said, "exit_code": 130}
         except Exception as error:
             if not out_of_memory(error):
-                # A bug of kvinterp's: the traceback is to be reported, and the exit code is that of no verdict.
+                # A bug of kvinterp's: the traceback is to be reported, and the exit code is that of
+                # no verdict.
                 traceback.print_exc()
                 return {"error": f"{type(error).__name__}: {error}", "exit_code": 2}
             what = f"({type(error).__name__}: {error})"
-            return _refusal(KvinterpError(f"there was not enough memory {what}: close what else runs, or ask for less."))
+            return _refusal(
+                KvinterpError(
+                    f"there was not enough memory {what}: close what else runs, or ask for less."
+                )
+            )
         # sys.exit in a model's code, or a panic in Rust.
         except BaseException as error:
             said = f"code that was run raised {type(error).__name__} ({error}): expected code that returns, or raises an error."
@@ -208,7 +235,11 @@ def _root(
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version.")
     ] = False,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Run torch's deterministic algorithms only, with cuBLAS told so.")
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="Run torch's deterministic algorithms only, with cuBLAS told so.",
+        ),
     ] = False,
 ) -> None:
     if deterministic:
@@ -219,7 +250,7 @@ def _root(
         torch.use_deterministic_algorithms(True)
 
 
-# Experiments as commands -----------------------------------------------------------------------------------------------
+# Experiments as commands --------------------------------------------------------------------------
 
 
 def _command_of(name: str) -> Callable[..., Mapping[str, Any]]:
@@ -248,12 +279,15 @@ def _command_of(name: str) -> Callable[..., Mapping[str, Any]]:
         ] = False,
         as_json: Json = False,
         engine: Annotated[
-            str, typer.Option(rich_help_panel="How", help="Where to run: local, ray or ray(WORKERS).")
+            str,
+            typer.Option(rich_help_panel="How", help="Where to run: local, ray or ray(WORKERS)."),
         ] = "local",
         **given: Any,
     ) -> Mapping[str, Any]:
         _speak()
-        chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        chosen = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
+        }
         asked, folder = experiment_named(name)(**chosen), out or default_folder(name, chosen)
         result = asked.run(folder, "overwrite" if overwrite else "error", engine=engine)
         (result.experiment or asked).print_result(result, echo)
@@ -287,13 +321,22 @@ def _parameter(field: dataclasses.Field[Any]) -> inspect.Parameter:
     else:
         flag = about.get("flag", f"--{field.name.replace('_', '-')}")
         info = typer.Option(flag, rich_help_panel="How" if field.name in _HOW else None, **more)
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[hint, info],
+    )
 
 
 def _folder_named(text: str | Path) -> Path:
-    """A folder's name; an empty one, as of a variable that is not set, would be the current folder."""
+    """A folder's name; an empty one, as of a variable that is not set, would be the current
+    folder.
+    """
     if not str(text).strip():
-        raise typer.BadParameter("'' was given: expected the name of a folder; for the current one give .")
+        raise typer.BadParameter(
+            "'' was given: expected the name of a folder; for the current one give ."
+        )
     return Path(text)
 
 
@@ -302,32 +345,48 @@ def _numbers(example: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise typer.BadParameter(f"{text!r} cannot be read: expected whole numbers with commas, as in {example}.") from None
+        raise typer.BadParameter(
+            f"{text!r} cannot be read: expected whole numbers with commas, as in {example}."
+        ) from None
 
 
 def _speak() -> None:
-    """Shows kvinterp's own log lines on what is standard error when they are said: a bar of progress makes room for them."""
+    """Shows kvinterp's own log lines on what is standard error when they are said: a bar of
+    progress makes room for them.
+    """
     from tqdm import tqdm
 
     log, spoken = logging.getLogger("kvinterp"), logging.Handler()
     spoken.set_name("kvinterp.cli")
     spoken.emit = lambda record: tqdm.write(visible(spoken.format(record)), file=sys.stderr)  # type: ignore[method-assign]
-    log.handlers = [*(each for each in log.handlers if each.get_name() != spoken.get_name()), spoken]
+    log.handlers = [
+        *(each for each in log.handlers if each.get_name() != spoken.get_name()),
+        spoken,
+    ]
     log.setLevel(logging.INFO)
 
 
-# show, report and list -------------------------------------------------------------------------------------------------
+# show, report and list ----------------------------------------------------------------------------
 
-Folder = Annotated[Path, typer.Argument(parser=_folder_named, metavar="FOLDER", help="A folder that a command wrote.")]
+Folder = Annotated[
+    Path,
+    typer.Argument(parser=_folder_named, metavar="FOLDER", help="A folder that a command wrote."),
+]
 
 
 @app.command("show")
 def _show(
     folder: Folder,
     rewrite: Annotated[
-        bool, typer.Option("--rewrite", help="First make the page and figures again, from the tables; no model is loaded.")
+        bool,
+        typer.Option(
+            "--rewrite",
+            help="First make the page and figures again, from the tables; no model is loaded.",
+        ),
     ] = False,
-    no_open: Annotated[bool, typer.Option("--no-open", help="Print where the page is; do not open it.")] = False,
+    no_open: Annotated[
+        bool, typer.Option("--no-open", help="Print where the page is; do not open it.")
+    ] = False,
     as_json: Json = False,
 ) -> Mapping[str, Any]:
     """Open a result's page in the browser; any command may have written it."""
@@ -355,7 +414,14 @@ def _show(
     echo(page)
     if not (no_open or seen):
         echo("no browser could be started: open the page yourself.", err=True)
-    return {"verb": "show", "folder": str(folder), "exit_code": 0, "page": str(page), "opened": seen, "reading": lines}
+    return {
+        "verb": "show",
+        "folder": str(folder),
+        "exit_code": 0,
+        "page": str(page),
+        "opened": seen,
+        "reading": lines,
+    }
 
 
 What = enum.Enum("What", {name: name for name in LISTED}, type=str)  # type: ignore[misc]
@@ -365,11 +431,15 @@ What = enum.Enum("What", {name: name for name in LISTED}, type=str)  # type: ign
 def _list(
     what: Annotated[
         What | None,
-        typer.Argument(help="What to describe at length. Default: the names of everything.", show_default=False),
+        typer.Argument(
+            help="What to describe at length. Default: the names of everything.", show_default=False
+        ),
     ] = None,
     as_json: Json = False,
 ) -> Mapping[str, Any]:
-    """List what can be named: models, kinds, sites, strategies, policies, metrics, kernels, calls, paths and more."""
+    """List what can be named: models, kinds, sites, strategies, policies, metrics, kernels, calls,
+    paths and more.
+    """
     if what is not None:
         rows = LISTED[what.value]()
         for line in described(what.value, rows):

@@ -1,4 +1,6 @@
-"""What ``kvinterp list`` shows: everything that can be named, read from the source, so that nothing slow is imported."""
+"""What ``kvinterp list`` shows: everything that can be named, read from the source, so that nothing
+slow is imported.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def described(what: str, rows: list[Row]) -> Iterator[str]:
         for column, text in columns:
             if text:
                 label = "" if len(columns) == 1 else f"{column}: "
-                yield textwrap.fill(label + text, 120, initial_indent="    ", subsequent_indent="      ")
+                yield textwrap.fill(
+                    label + text, 120, initial_indent="    ", subsequent_indent="      "
+                )
     if what == "policies":
         yield POLICY_NOTE
 
@@ -39,7 +43,11 @@ def _models() -> list[Row]:
         what = f"{record['architecture'].removesuffix('ForCausalLM')}, {record['parameters'] / 1e6:.2g} M parameters"
         heads = f"{record['layers']} layers, {record['heads']} query heads, {record['kv_heads']} KV heads"
         cache = f"{4 * record['layers'] * record['kv_heads'] * record['head_dim']:,} bytes a token in 16 bits"
-        about = {"what it is": f"{what}, {heads}", "K and V": cache, "right of held-out problems": right}
+        about = {
+            "what it is": f"{what}, {heads}",
+            "K and V": cache,
+            "right of held-out problems": right,
+        }
         rows.append({"name": f"zoo:{record['name']}", **about})
     for name, one in real.REAL.items():
         if one.member.endswith(".gguf"):
@@ -63,16 +71,30 @@ def policy_rows() -> list[Row]:
         # Its defaults are the class's; to check them fp8 looks at dtypes of torch.
         policy: Any = object.__new__(kind)
         width = EXAMPLE["head_dim"]
-        bits = [16 if (own := policy.bits_stored(tensor, width)) is None else own for tensor in ("k", "v")]
+        bits = [
+            16 if (own := policy.bits_stored(tensor, width)) is None else own
+            for tensor in ("k", "v")
+        ]
         kib = sum(bits) * width * EXAMPLE["kv_heads"] * EXAMPLE["layers"] / 8 / 1024
         about = {"fields": fields_of(kind), "what it does": first_line(kind)}
-        rows.append({"name": name, "as text": str(policy), **about, "KiB per token": f"{kib:g}", "source": kind.SOURCE})
+        rows.append(
+            {
+                "name": name,
+                "as text": str(policy),
+                **about,
+                "KiB per token": f"{kib:g}",
+                "source": kind.SOURCE,
+            }
+        )
     return rows
 
 
 def _metrics() -> list[Row]:
     kinds = source("kvinterp.metrics.base").KINDS
-    files = [source(f"kvinterp.metrics.{file.name}") for file in pkgutil.iter_modules([str(ROOT / "kvinterp" / "metrics")])]
+    files = [
+        source(f"kvinterp.metrics.{file.name}")
+        for file in pkgutil.iter_modules([str(ROOT / "kvinterp" / "metrics")])
+    ]
     return [{"name": each.name, "fills": f"{kinds[each.kind].table}.{each.column}", "what it is": first_line(each.function)}
             for file in files if "METRICS" in file.nodes for each in file.METRICS]  # fmt: skip
 
@@ -89,7 +111,9 @@ def _handed(name: str) -> list[Row]:
 LISTED: dict[str, Callable[[], list[Row]]] = {
     "models": _models,
     "kinds": lambda: _pairs("kind", source("kvinterp.models.load").KINDS),
-    "sites": lambda: _pairs("site", SITES | {name: "group: " + ", ".join(group) for name, group in GROUPS.items()}),
+    "sites": lambda: _pairs(
+        "site", SITES | {name: "group: " + ", ".join(group) for name, group in GROUPS.items()}
+    ),
     "strategies": lambda: plugin_rows(plugins_read("kvinterp.paths.sampling:Strategy")),
     "policies": policy_rows,
     "metrics": _metrics,
@@ -97,7 +121,8 @@ LISTED: dict[str, Callable[[], list[Row]]] = {
     "paths": lambda: _pairs("path", PATHS),
     "protocols": lambda: _pairs("protocol", PROTOCOLS),
     "experiments": lambda: _pairs(
-        "command", {name: " ".join(question_of(name).partition("\n\n")[0].split()) for name in experiments()}
+        "command",
+        {name: " ".join(question_of(name).partition("\n\n")[0].split()) for name in experiments()},
     ),
 }
 LISTED |= {name: functools.partial(_handed, name) for name in handed("lists")}

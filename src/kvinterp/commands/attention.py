@@ -1,7 +1,8 @@
 """Show the attention of two paths at one step side by side, head by head, in circuitsvis.
 
-With ``--generated`` it is that of a whole text as ``generate`` wrote it, beside a forward over the finished text.
-``attention.html`` holds every head three times (each path, and the difference) and needs nothing else: it works offline.
+With ``--generated`` it is that of a whole text as ``generate`` wrote it, beside a forward over the
+finished text. ``attention.html`` holds every head three times (each path, and the difference) and
+needs nothing else: it works offline.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from kvinterp.recording import generated
 from kvinterp.report.attention import attention_comparison, finding_of
 
 PAGE = "attention.html"
-_TWO_PATHS = (lambda asked: asked.generated is None, "a generation is shown beside its recomputation; leave it out")
+_TWO_PATHS = (
+    lambda asked: asked.generated is None,
+    "a generation is shown beside its recomputation; leave it out",
+)
 
 
 class Attention(OfModel):
@@ -33,15 +37,28 @@ class Attention(OfModel):
 
     FILES = (PAGE,)
 
-    prompts: str = option("arithmetic:1", "A text, or a file or generator of prompts, of which the first is shown.")
+    prompts: str = option(
+        "arithmetic:1", "A text, or a file or generator of prompts, of which the first is shown."
+    )
     generated: int | None = option(
-        None, "Show the attention of a whole generation of so many tokens, beside a forward over the finished text.", min=2
+        None,
+        "Show the attention of a whole generation of so many tokens, beside a forward over the finished text.",
+        min=2,
     )
     a: str = option("cached", "Path A; it chooses the tokens for both paths.", only=_TWO_PATHS)
     b: str = option("recompute", "Path B.", only=_TWO_PATHS)
-    step: int = option(4, "The decode step; 0 is the prefill, which is the same on most paths.", min=0, only=_TWO_PATHS)
-    layers: tuple[int, ...] | None = option(None, "Layers to compare, such as 0,2,-1. Default: all.", example="0,2,-1")
-    most: int | None = option(None, "The most heads to show, those with the largest KL first. Default: as many as fit.")
+    step: int = option(
+        4,
+        "The decode step; 0 is the prefill, which is the same on most paths.",
+        min=0,
+        only=_TWO_PATHS,
+    )
+    layers: tuple[int, ...] | None = option(
+        None, "Layers to compare, such as 0,2,-1. Default: all.", example="0,2,-1"
+    )
+    most: int | None = option(
+        None, "The most heads to show, those with the largest KL first. Default: as many as fit."
+    )
 
     def cells(self) -> list[Cell]:
         """One cell: a page is of one prompt and step."""
@@ -51,16 +68,22 @@ class Attention(OfModel):
         """The heads of one prompt, and the page that shows them."""
         adapter, prompt = self.adapter(), load_prompts(self.prompts)[0]
         if self.generated is None:
-            shown = attention_comparison(adapter, prompt, **self.choices("step", "layers", "a", "b", "most"))
+            shown = attention_comparison(
+                adapter, prompt, **self.choices("step", "layers", "a", "b", "most")
+            )
         else:
-            (text,) = generated(adapter, prompt, "pattern", self.layers, max_new_tokens=self.generated)
+            (text,) = generated(
+                adapter, prompt, "pattern", self.layers, max_new_tokens=self.generated
+            )
             shown = attention_comparison(text, most=self.most)
         return {"heads": shown.heads}, {"page": shown.page.html(), "step": shown.page.step}
 
     def reduce(self, parts: Parts) -> Result:
         """The table of heads, and the page beside it."""
         ((tables, about),) = parts.values()
-        return Result(tables, {"provenance": self.provenances(), "step": about["step"]}, {PAGE: about["page"]})
+        return Result(
+            tables, {"provenance": self.provenances(), "step": about["step"]}, {PAGE: about["page"]}
+        )
 
     def headline(self, result: Result) -> list[str]:
         """How many heads differ, and which most."""
@@ -84,6 +107,8 @@ class Attention(OfModel):
     def charts(self, result: Result) -> Charts:
         """The KL of every head."""
         label = "KL of the newest row (nats);\nblank: exactly 0"
-        panel = Panel(result.tables["heads"], "head", "layer", "map", "kl", xlabel="query head", label=label)
+        panel = Panel(
+            result.tables["heads"], "head", "layer", "map", "kl", xlabel="query head", label=label
+        )
         step, a, b = self._shown(result)
         return {"attention": Chart(f"Attention of {a} against {b} at step {step}", [panel])}

@@ -1,8 +1,10 @@
-"""What every experiment is: a question with its choices as fields, answered by cells of work and what they are reduced to.
+"""What every experiment is: a question with its choices as fields, answered by cells of work and
+what they are reduced to.
 
-Everything that the command line shows of an experiment stands in its file: the options are the fields made by
-:func:`option` and :func:`argument`, the help is the file's own docstring, the command's name is that of the file. The help of
-the command line reads all this from the source (:mod:`kvinterp.common.source`), so that no experiment is imported for it.
+Everything that the command line shows of an experiment stands in its file: the options are the
+fields made by :func:`option` and :func:`argument`, the help is the file's own docstring, the
+command's name is that of the file. The help of the command line reads all this from the source
+(:mod:`kvinterp.common.source`), so that no experiment is imported for it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ Parts: TypeAlias = Mapping[str, Made]
 """What each cell gave, by its key."""
 
 SAID, WIDTH = 5, 120
-"""The command prints at most so many lines of what was found, each of at most so many characters."""
+"""The command prints at most so many lines of what was found, each of at most so many
+characters.
+"""
 
 
 def numbered(keys: Iterable[str]) -> dict[int, str]:
@@ -52,17 +56,24 @@ def numbered(keys: Iterable[str]) -> dict[int, str]:
 
 
 def brief(sentences: Sequence[str]) -> list[str]:
-    """The first sentences in at most SAID lines, and how many more there are; the first is there whole."""
+    """The first sentences in at most SAID lines, and how many more there are; the first is there
+    whole.
+    """
     lines: list[str] = []
     for number, sentence in enumerate(sentences):
-        wrapped = textwrap.wrap(sentence, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        wrapped = textwrap.wrap(
+            sentence, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
         if lines and len(lines) + len(wrapped) > SAID:
-            return [*lines, f"{len(sentences) - number} more sentences on the page and in summary.json."]
+            return [
+                *lines,
+                f"{len(sentences) - number} more sentences on the page and in summary.json.",
+            ]
         lines += wrapped
     return lines
 
 
-# Experiments -----------------------------------------------------------------------------------------------------------
+# Experiments --------------------------------------------------------------------------------------
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(argument, model, option, seed, shared))
@@ -99,7 +110,7 @@ class Experiment:
         """The name of its command: that of its file."""
         return cls.__module__.rpartition(".")[2].replace("_", "-")
 
-    # What each experiment says -----------------------------------------------------------------------------------------
+    # What each experiment says --------------------------------------------------------------------
 
     check = check_choices
     """Looks at what was given, as far as no model is needed."""
@@ -109,11 +120,12 @@ class Experiment:
         return []
 
     def second_stage(self, parts: Parts) -> list[Cell]:
-        """The cells of a second stage, which are known only from what the first gave: on the examples of the highest KL, say.
+        """The cells of a second stage, which are known only from what the first gave: on the
+        examples of the highest KL, say.
 
         Args:
-            parts: What every cell of the first stage gave. A run that is taken up again asks once more, so that the answer
-                must rest on this and on the choices alone.
+            parts: What every cell of the first stage gave. A run that is taken up again asks once
+                more, so that the answer must rest on this and on the choices alone.
         """
         return []
 
@@ -121,7 +133,8 @@ class Experiment:
         """What the cells come to: its tables, and what ran.
 
         Args:
-            parts: What each cell gave, by its key; some where an interrupted run writes what it has.
+            parts: What each cell gave, by its key; some where an interrupted run writes what it
+                has.
         """
         tables = self.tables(parts)
         return Result(tables, {**self.summary(tables), "provenance": self.provenances()})
@@ -136,18 +149,24 @@ class Experiment:
 
     def provenances(self) -> dict[str, Any]:
         """What each model was run with, by its name."""
-        return {adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()}
+        return {
+            adapter.facts.name: provenance(adapter, **self.noted()) for adapter in self.adapters()
+        }
 
     def noted(self) -> dict[str, Any]:
         """What the provenance says beside the model."""
         return {name: getattr(self, name) for name in self.NOTED}
 
     def rows(self, result: Any, /) -> Rows | None:
-        """What was found, a row each (:func:`kvinterp.findings.finding`); None where its sentences say it."""
+        """What was found, a row each (:func:`kvinterp.findings.finding`); None where its sentences
+        say it.
+        """
         return result.rows()  # type: ignore[no-any-return]
 
     def headline(self, result: Any, /) -> list[str]:
-        """What was found in one or two sentences, and warnings; the rest stands in :meth:`findings`."""
+        """What was found in one or two sentences, and warnings; the rest stands in
+        :meth:`findings`.
+        """
         return result.headline()  # type: ignore[no-any-return]
 
     def charts(self, result: Any, /) -> Charts:
@@ -194,26 +213,38 @@ class Experiment:
         lines = brief(self.sentences(result))
         first = "".join(lines[:1])
         unsaid = [
-            about for about in result.provenances().values() if f"({about.get('kind')}, {about.get('dtype')}" not in first
+            about
+            for about in result.provenances().values()
+            if f"({about.get('kind')}, {about.get('dtype')}" not in first
         ]
         for line in filter(None, [models_of(unsaid), *lines]):
             echo(line)
         if result.folder is not None:
-            echo(f"\npage  {result.folder / 'report.html'}\nmore  {result.folder}: tables, figures, summary.json")
+            echo(
+                f"\npage  {result.folder / 'report.html'}\nmore  {result.folder}: tables, figures, summary.json"
+            )
 
     @classmethod
     def question(cls) -> str:
         """What is asked: the class's question, a page's heading, and what its file says."""
-        return "\n\n".join(inspect.cleandoc(of.__doc__ or "") for of in (cls, sys.modules[cls.__module__]))
+        return "\n\n".join(
+            inspect.cleandoc(of.__doc__ or "") for of in (cls, sys.modules[cls.__module__])
+        )
 
     def result_of(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
-        """What was found, from its tables and summary alone: without a model its figures and sentences are made again."""
+        """What was found, from its tables and summary alone: without a model its figures and
+        sentences are made again.
+        """
         return self.RESULT.read(tables, summary)  # type: ignore[no-any-return]
 
     def choices(self, *names: str) -> dict[str, Any]:
         """Gives some of its choices by name; without names all that decide the numbers."""
         fields = dataclasses.fields(self)
-        decide = (field.name for field in fields if field.metadata.get(OPTION, {}).get("decides") != "nothing")
+        decide = (
+            field.name
+            for field in fields
+            if field.metadata.get(OPTION, {}).get("decides") != "nothing"
+        )
         return {name: getattr(self, name) for name in names or decide}
 
     def model_settings(self, name: str | None = None) -> dict[str, Any]:
@@ -224,18 +255,29 @@ class Experiment:
         """
         fields = vars(self)
         given = {"name": str(fields["model"] if name is None else name)}
-        return given | {option: fields[option] for option in ("kind", "dtype", "device", "attention") if option in fields}
+        return given | {
+            option: fields[option]
+            for option in ("kind", "dtype", "device", "attention")
+            if option in fields
+        }
 
     def adapter(self, name: str | None = None) -> Adapter:
         """A model it is asked of, loaded: that of a name, or of the option ``model``."""
         return loaded(self.model_settings(name))  # type: ignore[no-any-return]
 
     def adapters(self) -> list[Adapter]:
-        """The models it is asked of, loaded: those of the option ``models`` or ``model``, where there is one."""
-        return [self.adapter(name) for name in vars(self).get("models", [None] * ("model" in vars(self)))]
+        """The models it is asked of, loaded: those of the option ``models`` or ``model``, where
+        there is one.
+        """
+        return [
+            self.adapter(name)
+            for name in vars(self).get("models", [None] * ("model" in vars(self)))
+        ]
 
     def settings(self) -> dict[str, Any]:
-        """Everything that decides what the tables will hold: choices, prompts, and the circumstances of each model."""
+        """Everything that decides what the tables will hold: choices, prompts, and the
+        circumstances of each model.
+        """
         settings, made_with = running.asked(self), list(map(circumstances, self.adapters()))
         by_number = {str(number): about for number, about in enumerate(made_with)}
         return {**settings, "made_with": made_with[0] if len(made_with) == 1 else by_number}
@@ -247,9 +289,13 @@ class Experiment:
 
 
 class OfModels(Experiment):
-    """An experiment on some models, in float16 where no other dtype can be chosen, and on prompts."""
+    """An experiment on some models, in float16 where no other dtype can be chosen, and on
+    prompts.
+    """
 
-    models: tuple[str, ...] = argument(("zoo:mistral-mini",), "zoo:NAME, checkpoint folders or hub ids.")
+    models: tuple[str, ...] = argument(
+        ("zoo:mistral-mini",), "zoo:NAME, checkpoint folders or hub ids."
+    )
     prompts: str = shared("prompts", "arithmetic:20")
     kind: str = shared("kind")
     device: str | None = shared("device")

@@ -1,8 +1,9 @@
-"""A piece of work that is named, kept whole and taken up again: which function, with which plain settings.
+"""A piece of work that is named, kept whole and taken up again: which function, with which plain
+settings.
 
-A :class:`Cell` holds names and settings, never a model or a tensor, so that any process can do it: the model is loaded where the
-cell runs (:func:`loaded`). What a cell gave is kept in the folder of its
-result (:mod:`kvinterp.common.store`).
+A :class:`Cell` holds names and settings, never a model or a tensor, so that any process can do it:
+the model is loaded where the cell runs (:func:`loaded`). What a cell gave is kept in the folder of
+its result (:mod:`kvinterp.common.store`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ log = logging.getLogger("kvinterp")
 COUNTED = re.compile(r"\d of \d")
 MODEL_LOADER = "kvinterp.models:load_model"
 Engine = Callable[[Sequence["Cell"], Mapping[str, Any]], None]
-"""What does cells: given them, and what they are offered by name (``keep``, ``tell``, ``progress``)."""
+"""What does cells: given them, and what they are offered by name (``keep``, ``tell``,
+``progress``).
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +46,15 @@ class Cell:
 
     Attributes:
         key: Its name within its run: letters, digits, hyphens and underscores.
-        function: A method of an experiment, which holds nothing but choices, or a function of a module. Called with the
-            settings it gives a table, tables by name, or tables and what else belongs to them. One with the parameters ``keys``
-            and ``keep`` is called once for all the cells that follow each other with the same settings, and calls
-            ``keep(key, tables, about)`` as each is made: prompts of one length share a batch. One with the parameters ``tell``
-            or ``progress`` is given what says what runs now, or ``"bar"``.
-        settings: What it is called with, as plain JSON values; the texts among them say what runs now.
+        function: A method of an experiment, which holds nothing but choices, or a function of a
+            module. Called with the settings it gives a table, tables by name, or tables and what
+            else belongs to them. One with the parameters ``keys`` and ``keep`` is called once for
+            all the cells that follow each other with the same settings, and calls
+            ``keep(key, tables, about)`` as each is made: prompts of one length share a batch. One
+            with the parameters ``tell`` or ``progress`` is given what says what runs now, or
+            ``"bar"``.
+        settings: What it is called with, as plain JSON values; the texts among them say what runs
+            now.
     """
 
     key: str
@@ -62,7 +68,8 @@ def run_cells(
     progress: str = "bar",
     engine: Engine | None = None,
 ) -> CellsMade:
-    """Does the cells that are not done yet, and gives what all of them gave, each read when it is asked for.
+    """Does the cells that are not done yet, and gives what all of them gave, each read when it is
+    asked for.
 
     Args:
         cells: The cells.
@@ -76,10 +83,14 @@ def run_cells(
     cells_store = store or _InMemory()
     missing = [cell for cell in cells if cells_store.read(cell.key) is None]
     if done := len(cells) - len(missing):
-        log.info("going on in %s: %d of %d parts are already there", cells_store.folder, done, len(cells))
+        log.info(
+            "going on in %s: %d of %d parts are already there", cells_store.folder, done, len(cells)
+        )
     if missing:
         alike = len(missing) > 1 and len({cell.function for cell in missing}) == 1
-        with counting(len(cells), "answering", "part", progress, done, "yes" if alike else "no") as bar:
+        with counting(
+            len(cells), "answering", "part", progress, done, "yes" if alike else "no"
+        ) as bar:
 
             def keep(*cell_result: Any) -> None:
                 cells_store.keep(*cell_result)
@@ -87,7 +98,8 @@ def run_cells(
 
             def tell(text: str) -> None:
                 bar.set_postfix_str(visible(text))
-                # Where no terminal shows a bar: a line for each stage, none for what is only counted in one.
+                # Where no terminal shows a bar: a line for each stage, none for what is only
+                #     counted in one.
                 if bar.disable and progress == "bar" and not COUNTED.search(text):
                     log.info("now: %s", text)
 
@@ -97,7 +109,9 @@ def run_cells(
 
 
 class CellsMade(UserDict[str, Any]):
-    """What cells gave, read from where it is kept when it is asked for: of many prompts it would fill the memory."""
+    """What cells gave, read from where it is kept when it is asked for: of many prompts it would
+    fill the memory.
+    """
 
     def __getitem__(self, key: str) -> Made:
         cell, store = self.data[key]
@@ -106,7 +120,9 @@ class CellsMade(UserDict[str, Any]):
 
     def finished(self) -> CellsMade:
         """Those that are there."""
-        return CellsMade({key: entry for key, entry in self.data.items() if entry[1].read(key) is not None})
+        return CellsMade(
+            {key: entry for key, entry in self.data.items() if entry[1].read(key) is not None}
+        )
 
 
 class _InMemory(dict[str, Made]):
@@ -114,7 +130,9 @@ class _InMemory(dict[str, Made]):
 
     folder, read = None, dict.get
 
-    def keep(self, key: str, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any] | None = None) -> None:
+    def keep(
+        self, key: str, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any] | None = None
+    ) -> None:
         self[key] = dict(tables), dict(about or {})
 
 
@@ -132,7 +150,11 @@ class Local:
         stage = ""
         for group in groups(cells):
             function = group[0].function
-            options = {name: offered[name] for name in inspect.signature(function).parameters if name in offered}
+            options = {
+                name: offered[name]
+                for name in inspect.signature(function).parameters
+                if name in offered
+            }
             if "keep" in options:
                 function(keys=[cell.key for cell in group], **group[0].settings, **options)
                 continue
@@ -143,11 +165,16 @@ class Local:
                 stage = now
                 result = function(**cell.settings, **options)
                 tables, about = result if isinstance(result, tuple) else (result, {})
-                offered["keep"](cell.key, {"table": tables} if isinstance(tables, pd.DataFrame) else tables, about)
+                offered["keep"](
+                    cell.key,
+                    {"table": tables} if isinstance(tables, pd.DataFrame) else tables,
+                    about,
+                )
 
 
 def engine_named(text: str) -> Any:
-    """What does cells, of a text form: ``local``, or what a wing hands in, as in ``ray`` or ``ray(4)``.
+    """What does cells, of a text form: ``local``, or what a wing hands in, as in ``ray`` or
+    ``ray(4)``.
 
     Raises:
         InputError: There is none of this name, or it cannot work here.
@@ -155,7 +182,9 @@ def engine_named(text: str) -> Any:
     if text == "local":
         return Local()
     named = {name: taken("workers", name, f"engine {name}") for name in handed("workers")}
-    engine: Any = read("engine", text, {**by_name(Local), **named}, "Write it as in local, ray, ray(4).")
+    engine: Any = read(
+        "engine", text, {**by_name(Local), **named}, "Write it as in local, ray, ray(4)."
+    )
     if not isinstance(engine, Local):
         engine.check()
     return engine
@@ -175,7 +204,9 @@ def groups(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
 
 
 def joined(parts: Mapping[str, Made], part: str = "") -> dict[str, pd.DataFrame]:
-    """The tables of all cells, or of those with a word in their key, by name; those of one below those of another."""
+    """The tables of all cells, or of those with a word in their key, by name; those of one below
+    those of another.
+    """
     return stacked(tables for tables, _ in those(parts, part).values())
 
 
@@ -193,7 +224,7 @@ def stacked(parts: Iterable[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFra
     return {name: pd.concat(tables, ignore_index=True) for name, tables in by_name.items()}
 
 
-# Models ----------------------------------------------------------------------------------------------------------------
+# Models -------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=8)
@@ -209,14 +240,17 @@ def loaded(model: Mapping[str, Any]) -> Any:
     """The model of plain settings, an adapter: loaded once for all the cells that name it.
 
     Args:
-        model: What :func:`kvinterp.models.load_model` is given, or the function that ``loader`` names.
+        model: What :func:`kvinterp.models.load_model` is given, or the function that ``loader``
+            names.
     """
     return _loaded(json.dumps(dict(model), sort_keys=True))
 
 
 @contextlib.contextmanager
 def loading_once() -> Iterator[None]:
-    """Within it a model is loaded once; behind it none is held, and a checkpoint that was edited is read again."""
+    """Within it a model is loaded once; behind it none is held, and a checkpoint that was edited is
+    read again.
+    """
     _loaded.cache_clear()
     try:
         yield

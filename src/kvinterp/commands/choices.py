@@ -1,7 +1,7 @@
 """Choices: what is said of them before a model is loaded, and the folder that is named after them.
 
-A choice that is printed is one that was used. So a name that is not known, and a choice that nothing reads beside the others, are
-refused here, before anything runs.
+A choice that is printed is one that was used. So a name that is not known, and a choice that
+nothing reads beside the others, are refused here, before anything runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 from kvinterp.commands.options import OPTION
 from kvinterp.common import words
-from kvinterp.common.checks import MOST, check_choice, check_known, check_seed, check_unread, check_whole
+from kvinterp.common.checks import (
+    MOST,
+    check_choice,
+    check_known,
+    check_seed,
+    check_unread,
+    check_whole,
+)
 from kvinterp.common.spec import check_name, path_parts, plugins_read, split
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, shown, unexpected
@@ -38,7 +45,13 @@ def check_choices(experiment: Experiment) -> None:
 
     readers, given = _readers(), vars(experiment)
     if "kind" in given:
-        check_loadable(**{name: given[name] for name in ("kind", "attention", "dtype", "device") if name in given})
+        check_loadable(
+            **{
+                name: given[name]
+                for name in ("kind", "attention", "dtype", "device")
+                if name in given
+            }
+        )
     for name, field in _fields(type(experiment)).items():
         if (value := given[name]) is None and field.default is None:
             continue
@@ -61,7 +74,9 @@ def _policies(text: str) -> None:
 
 def _kernels(text: str) -> None:
     known = plugins_read("kvinterp.paths.kernels.base:Kernels")
-    check_name("kernel mode", text or "native", known, "Values go in brackets, as in split_k(4,float16).")
+    check_name(
+        "kernel mode", text or "native", known, "Values go in brackets, as in split_k(4,float16)."
+    )
 
 
 def _path(text: str) -> None:
@@ -76,7 +91,9 @@ def _device(text: str) -> None:
 
 
 def _strategy(text: str) -> None:
-    check_name("strategy", text, get_args(words.Strategy), "Values go in brackets, as in top_k(50,0.8).")
+    check_name(
+        "strategy", text, get_args(words.Strategy), "Values go in brackets, as in top_k(50,0.8)."
+    )
 
 
 DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "xla", "mtia", "npu", "meta")
@@ -84,7 +101,9 @@ DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "xla", "mtia", "npu", "meta")
 
 _EARLY: dict[str, Callable[[str], Any]] = {
     "kind": lambda text: check_known("kind", text, get_args(words.Kind)),
-    "attention": lambda text: check_known("attention implementation", text, get_args(words.Attention)),
+    "attention": lambda text: check_known(
+        "attention implementation", text, get_args(words.Attention)
+    ),
     "dtype": _dtypes,
     "rungs": _dtypes,
     "device": _device,
@@ -97,7 +116,9 @@ _EARLY: dict[str, Callable[[str], Any]] = {
 
 
 def check_models(given: Mapping[str, Any]) -> None:
-    """Raises where a model of an experiment's choices cannot be found: before torch is imported, since that takes seconds."""
+    """Raises where a model of an experiment's choices cannot be found: before torch is imported,
+    since that takes seconds.
+    """
     for name in _models(given):
         # TransformerLens has names of its own.
         if given.get("kind") not in ("hooked", "transformer_lens") or "/" in name:
@@ -105,7 +126,9 @@ def check_models(given: Mapping[str, Any]) -> None:
 
 
 def default_folder(verb: str, given: Mapping[str, Any]) -> Path:
-    """The folder that a command with these choices writes unless one is given: ``out/VERB-MODEL``."""
+    """The folder that a command with these choices writes unless one is given:
+    ``out/VERB-MODEL``.
+    """
     lasts = [re.split("[:/]", name.rstrip("/"))[-1] for name in _models(given)]
     names = [re.sub(r"[^\w.-]+", "-", last).strip("-") for last in lasts]
     return Path("out") / "-".join([verb, *names])[:_LONGEST].rstrip("-.")
@@ -117,22 +140,30 @@ def _models(given: Mapping[str, Any]) -> list[str]:
 
 
 def check_early(kind: Any, given: Mapping[str, Any]) -> None:
-    """Looks at those choices that need no torch to be looked at: a typing error should not cost its import.
+    """Looks at those choices that need no torch to be looked at: a typing error should not cost its
+    import.
 
     Args:
         kind: The experiment, as :func:`kvinterp.commands.registry.experiment_read` reads it.
         given: Its choices, by the names of its fields.
 
     Raises:
-        InputError: One is a word that is not known, a path that cannot be read, or a file that is not there.
+        InputError: One is a word that is not known, a path that cannot be read, or a file that is
+            not there.
     """
     for name, field in _fields(kind).items():
         value = tuple(given[name]) if isinstance(given.get(name), list) else given.get(name)
         if value not in (None, field.default):
-            _check_value(field, value, _EARLY | {name: field.metadata[OPTION].get("early", _EARLY.get(name, str))})
+            _check_value(
+                field,
+                value,
+                _EARLY | {name: field.metadata[OPTION].get("early", _EARLY.get(name, str))},
+            )
 
 
-def _check_value(field: dataclasses.Field[Any], value: Any, readers: Mapping[str, Callable[[Any], Any]]) -> None:
+def _check_value(
+    field: dataclasses.Field[Any], value: Any, readers: Mapping[str, Callable[[Any], Any]]
+) -> None:
     """Looks at a number, words, a list, prompts or text forms."""
     about, name, default = field.metadata.get(OPTION, {}), field.name, cast(Any, field.default)
     if "min" in about:

@@ -39,12 +39,18 @@ class Compare(OfModel):
     PARTIAL = "yes"
 
     prompts: str = shared("prompts")
-    a: str = option("cached", "Path A. In the matched protocol it chooses the tokens for both paths.")
+    a: str = option(
+        "cached", "Path A. In the matched protocol it chooses the tokens for both paths."
+    )
     b: str = option("recompute", "Path B.")
     protocol: str = option(
-        "matched", "matched: both paths get the same tokens. free: each gets its own.", among=words.Protocol
+        "matched",
+        "matched: both paths get the same tokens. free: each gets its own.",
+        among=words.Protocol,
     )
-    strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
+    strategy: str = option(
+        "greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8)."
+    )
     max_new_tokens: int = option(48, "The most tokens to decode per prompt.", min=1)
     record: str | None = option(
         None,
@@ -55,11 +61,17 @@ class Compare(OfModel):
         None,
         "Layers to compare, such as 0,2,-1. Default: all.",
         example="0,2,-1",
-        only=(lambda asked: asked.record != "", "no site is recorded; leave it out, or name sites with --record"),
+        only=(
+            lambda asked: asked.record != "",
+            "no site is recorded; leave it out, or name sites with --record",
+        ),
     )
     seed: int = seed()
     batch_size: int = option(
-        1, "The most prompts in one batch. Batching is used only where it gives the same bits.", decides="nothing", min=1
+        1,
+        "The most prompts in one batch. Batching is used only where it gives the same bits.",
+        decides="nothing",
+        min=1,
     )
     stop: str = option(
         "end of sequence",
@@ -78,13 +90,20 @@ class Compare(OfModel):
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
-        return [Cell(f"example-{number}", self.compared) for number in range(len(load_prompts(self.prompts)))]
+        return [
+            Cell(f"example-{number}", self.compared)
+            for number in range(len(load_prompts(self.prompts)))
+        ]
 
     def compared(self, keys: Sequence[str], keep: Callable[..., None]) -> None:
         """Compares some of the prompts, and keeps each as its batch is finished."""
         adapter, recorded = self.adapter(), self._recorded()
         for site in filter(adapter.derives, recorded["record"]):
-            log.info("%s is derived beside attention %r, which runs as it is and shows none", site, adapter.facts.attention)
+            log.info(
+                "%s is derived beside attention %r, which runs as it is and shows none",
+                site,
+                adapter.facts.attention,
+            )
         for site, reason in recorded.pop("left_out").items():
             log.info("%s is not recorded: %s", site, reason.split(": ")[0])
         prompts, numbers = load_prompts(self.prompts), numbered(keys)
@@ -92,9 +111,21 @@ class Compare(OfModel):
         def kept(number: int, part: Comparison) -> None:
             keep(numbers[number], {name: getattr(part, name) for name in PARTS}, part.provenance)
 
-        names = ("a", "b", "protocol", "strategy", "max_new_tokens", "seed", "batch_size", "stop", "cache_errors")
+        names = (
+            "a",
+            "b",
+            "protocol",
+            "strategy",
+            "max_new_tokens",
+            "seed",
+            "batch_size",
+            "stop",
+            "cache_errors",
+        )
         chosen = [prompts[number] for number in numbers]
-        compare_each(kept, adapter, chosen, examples=list(numbers), **recorded, **self.choices(*names))
+        compare_each(
+            kept, adapter, chosen, examples=list(numbers), **recorded, **self.choices(*names)
+        )
 
     def settings(self) -> dict[str, Any]:
         """With the sites and layers that this model can give."""
@@ -103,18 +134,25 @@ class Compare(OfModel):
     def reduce(self, tables_of_parts: Parts) -> Result:
         """The comparison of all prompts that are finished, in the order of their numbers."""
         parts = (tables_of_parts[key] for _, key in sorted(numbered(tables_of_parts).items()))
-        comparison = Comparison.joined(Comparison(**tables, provenance=about) for tables, about in parts)
+        comparison = Comparison.joined(
+            Comparison(**tables, provenance=about) for tables, about in parts
+        )
         comparison.prompts = load_prompts(self.prompts)
         for row in comparison.failures.to_dict("records"):
             log.warning("prompt %s is left out: %s", row["id"], row["message"])
         return comparison
 
-    # What was found ----------------------------------------------------------------------------------------------------
+    # What was found -------------------------------------------------------------------------------
 
     def rows(self, comparison: Any) -> Rows:
-        """How far the paths are apart, how often a token flips, and where inside; what could not be recorded, and why."""
+        """How far the paths are apart, how often a token flips, and where inside; what could not be
+        recorded, and why.
+        """
         left_out = (comparison.settings or {}).get("left_out", {})
-        lacking = [finding("not recorded", float("nan"), note=why, site=site) for site, why in left_out.items()]
+        lacking = [
+            finding("not recorded", float("nan"), note=why, site=site)
+            for site, why in left_out.items()
+        ]
         return [*comparison.rows(), *lacking]
 
     def page_parts(self, comparison: Any) -> list[Any]:
@@ -131,7 +169,9 @@ class Compare(OfModel):
         """Where the paths differ."""
         if comparison.steps.empty:
             place = Path(comparison.folder or "") / "summary.json"
-            raise KvinterpError(f"none of the {len(comparison.failures)} prompts could be compared; {place} says why.")
+            raise KvinterpError(
+                f"none of the {len(comparison.failures)} prompts could be compared; {place} says why."
+            )
         return comparison.where().splitlines()  # type: ignore[no-any-return]
 
     def result_of(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
@@ -152,7 +192,9 @@ class Compare(OfModel):
 
     def records_cache(self) -> bool:
         """Whether K or V is among the sites that were named; where none were it is."""
-        return self.record is None or any(site.startswith("cache") for site in sites_of(self.record))
+        return self.record is None or any(
+            site.startswith("cache") for site in sites_of(self.record)
+        )
 
     def _recorded(self) -> dict[str, Any]:
         adapter = self.adapter()

@@ -1,12 +1,22 @@
 """Split the difference at every step by its source, and show each part beside its null.
 
-The parts: the newest row, computed alone; older rows, each computed alone when it was decoded; and rows that recompute
-computes again among a different number of rows.
+The parts: the newest row, computed alone; older rows, each computed alone when it was decoded; and
+rows that recompute computes again among a different number of rows.
 """
 
 from __future__ import annotations
 
-from kvinterp.commands.kit import Cell, Made, OfModel, Parts, Result, joined, load_prompts, option, shared
+from kvinterp.commands.kit import (
+    Cell,
+    Made,
+    OfModel,
+    Parts,
+    Result,
+    joined,
+    load_prompts,
+    option,
+    shared,
+)
 from kvinterp.patching import Decomposition, decompose
 from kvinterp.patching.side_by_side import two_paths
 
@@ -16,7 +26,9 @@ class Decompose(OfModel):
 
     RESULT = Decomposition
 
-    a: str = option("cached", "Path A, which decodes from a cache, such as cached+int8; it chooses the tokens.")
+    a: str = option(
+        "cached", "Path A, which decodes from a cache, such as cached+int8; it chooses the tokens."
+    )
     b: str = option("recompute", "Path B, which computes the whole prefix again.")
     prompts: str = shared("prompts")
     max_new_tokens: int = option(32, "The most tokens to decode per prompt.")
@@ -28,12 +40,17 @@ class Decompose(OfModel):
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
-        return [Cell(f"example-{n}", self.decomposed, {"number": n}) for n in range(len(load_prompts(self.prompts)))]
+        return [
+            Cell(f"example-{n}", self.decomposed, {"number": n})
+            for n in range(len(load_prompts(self.prompts)))
+        ]
 
     def decomposed(self, number: int) -> Made:
         """The split of a prompt."""
         options = self.choices("max_new_tokens") | {"only": [number], "progress": "none"}
-        split = decompose(self.adapter(), load_prompts(self.prompts), cached=self.a, recompute=self.b, **options)
+        split = decompose(
+            self.adapter(), load_prompts(self.prompts), cached=self.a, recompute=self.b, **options
+        )
         return split.tables, split.provenance
 
     def reduce(self, parts: Parts) -> Result:

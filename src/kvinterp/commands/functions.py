@@ -1,4 +1,6 @@
-"""Results of functions that are no commands: how they are kept, read and drawn, as an experiment says it of a command's."""
+"""Results of functions that are no commands: how they are kept, read and drawn, as an experiment
+says it of a command's.
+"""
 
 from __future__ import annotations
 
@@ -39,5 +41,7 @@ class Localise(OfFunction):
     RESULT = Cause
 
 
-FUNCTIONS: dict[str, type[Experiment]] = {kind.VERB: kind for kind in (ActivationPatching, Localise)}
+FUNCTIONS: dict[str, type[Experiment]] = {
+    kind.VERB: kind for kind in (ActivationPatching, Localise)
+}
 """How what a function found is kept, by what the result says that made it."""

@@ -1,7 +1,8 @@
-"""Which experiment keeps a :class:`~kvinterp.common.result.Result`; results are read and experiments are run by their names.
+"""Which experiment keeps a :class:`~kvinterp.common.result.Result`; results are read and
+experiments are run by their names.
 
-A result is kept as its command keeps it, so that whatever was found in a notebook is a folder of the command line, and the
-other way round.
+A result is kept as its command keeps it, so that whatever was found in a notebook is a folder of
+the command line, and the other way round.
 """
 
 from __future__ import annotations
@@ -24,7 +25,18 @@ from kvinterp.common.wings import handed, taken
 from kvinterp.errors import InputError, unexpected
 from kvinterp.recording import Trace
 
-_MADE = ("model", "kind", "dtype", "attention", "protocol", "strategy", "seed", "max_new_tokens", "kernels", "sizes")
+_MADE = (
+    "model",
+    "kind",
+    "dtype",
+    "attention",
+    "protocol",
+    "strategy",
+    "seed",
+    "max_new_tokens",
+    "kernels",
+    "sizes",
+)
 """What provenance says of the choices."""
 
 
@@ -41,12 +53,17 @@ def experiment_of(verb: str) -> type[Experiment]:
 
 
 def keeper_of(result: Any) -> Experiment:
-    """The experiment that made a result, or keeps it: then its choices are noted, as far as the result knows them."""
+    """The experiment that made a result, or keeps it: then its choices are noted, as far as the
+    result knows them.
+    """
     # Its tables may have been changed within since what is in them was found.
     vars(result).pop("_of", None)
     if result.choices is None:
         about = result.provenance
-        choices = {**{name: about[name] for name in _MADE if name in about}, **about.get("paths", {})}
+        choices = {
+            **{name: about[name] for name in _MADE if name in about},
+            **about.get("paths", {}),
+        }
         vars(result).update(choices=choices, settings={"verb": result.VERB, **choices})
     return result.experiment or experiment_of(result.VERB)()
 
@@ -58,9 +75,10 @@ def load(folder: str | os.PathLike[str]) -> Any:
         folder: The folder.
 
     Returns:
-        What is kept there: a :class:`Comparison`, a :class:`Sweep`, a :class:`Decomposition`, a :class:`KernelsTable`, a
-        :class:`Verdict`, a :class:`Trace`, what :func:`kvinterp.localise` found, or the :class:`Result` of another experiment,
-        with its ``tables`` and its ``summary``.
+        What is kept there: a :class:`Comparison`, a :class:`Sweep`, a :class:`Decomposition`, a
+        :class:`KernelsTable`, a :class:`Verdict`, a :class:`Trace`, what :func:`kvinterp.localise`
+        found, or the :class:`Result` of another experiment, with its ``tables`` and its
+        ``summary``.
 
     Raises:
         InputError: It holds none of these, or one that is damaged or of another version.
@@ -92,10 +110,12 @@ def _without_a_summary(place: Path) -> Any:
     if is_file(place / "trace.json"):
         return Trace.load(place)
     check_finished(place)
-    raise InputError(f"folder {str(place)!r} holds no result: give one that kvinterp wrote, with a summary.json in it.")
+    raise InputError(
+        f"folder {str(place)!r} holds no result: give one that kvinterp wrote, with a summary.json in it."
+    )
 
 
-# Asking ----------------------------------------------------------------------------------------------------------------
+# Asking -------------------------------------------------------------------------------------------
 
 
 def experiment(
@@ -111,8 +131,10 @@ def experiment(
 
     Args:
         name: The command, such as ``"behaviour"``; ``kvinterp list experiments`` has them all.
-        out: A folder, in which an interrupted run goes on; None keeps everything in memory, and ``save`` writes it later.
-        existing: What to do about what is already there, see :data:`kvinterp.commands.results.EXISTING`.
+        out: A folder, in which an interrupted run goes on; None keeps everything in memory, and
+            ``save`` writes it later.
+        existing: What to do about what is already there, see
+            :data:`kvinterp.commands.results.EXISTING`.
         progress: ``"bar"`` or ``"none"``.
         engine: Where its cells are done: ``"local"``, ``"ray"`` or ``"ray(WORKERS)"``.
         choices: The command's options, with underscores for hyphens.
@@ -135,14 +157,24 @@ def experiment(
         check_known(f"option of {name}", choice, fields)
         is_file = "Path" in str(fields[choice].type) and isinstance(value, str)
         values[choice] = Path(value) if is_file else _option(choice, value, fields[choice].default)
-    result = kind(**values).run(None if out is None else folder_named(out), existing, progress, engine=engine)
+    result = kind(**values).run(
+        None if out is None else folder_named(out), existing, progress, engine=engine
+    )
     return result if out is None else load(out)
 
 
 def _option(name: str, value: Any, default: Any) -> Any:
     """A value as the command would have given it: one of several by itself, a list as a tuple."""
     if isinstance(default, tuple):
-        return (value,) if isinstance(value, str) else tuple(given_list(name, value, f"a list such as {list(default)!r}"))
+        return (
+            (value,)
+            if isinstance(value, str)
+            else tuple(given_list(name, value, f"a list such as {list(default)!r}"))
+        )
     if isinstance(default, str | bool) and not isinstance(value, type(default)):
-        raise unexpected(name, value, f"{'a text' if isinstance(default, str) else 'True or False'}, such as {default!r}")
+        raise unexpected(
+            name,
+            value,
+            f"{'a text' if isinstance(default, str) else 'True or False'}, such as {default!r}",
+        )
     return tuple(value) if isinstance(value, list) else value

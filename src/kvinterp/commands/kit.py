@@ -1,10 +1,30 @@
-"""What the file of a study is written with: the names that most of them need, from the rooms where they are defined."""
+"""What the file of a study is written with: the names that most of them need, from the rooms where
+they are defined.
+"""
 
 from kvinterp import metrics
-from kvinterp.commands.base import Charts, Experiment, OfModel, OfModels, Parts, Rows, Tables, numbered
+from kvinterp.commands.base import (
+    Charts,
+    Experiment,
+    OfModel,
+    OfModels,
+    Parts,
+    Rows,
+    Tables,
+    numbered,
+)
 from kvinterp.commands.cells import Cell, joined, stacked
 from kvinterp.commands.circumstances import paths_of, tried
-from kvinterp.commands.options import DRAWS, SHARED, argument, option, sampled, seed, shared, used_by
+from kvinterp.commands.options import (
+    DRAWS,
+    SHARED,
+    argument,
+    option,
+    sampled,
+    seed,
+    shared,
+    used_by,
+)
 from kvinterp.common.checks import check_known
 from kvinterp.common.numbers import between, counted, listed, number
 from kvinterp.common.progress import each

@@ -1,4 +1,6 @@
-"""Options: how a field of an experiment becomes an option of the command line, and those that several have."""
+"""Options: how a field of an experiment becomes an option of the command line, and those that
+several have.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,15 @@ def option(default: Any, help: str, **shown: Any) -> Any:
     Args:
         default: Its default.
         help: What it is.
-        shown: ``flag`` where the option has another name; ``example`` for whole numbers with commas; ``decides="nothing"``
-            where it changes no number of the result; ``among``, the words that it may be, with ``commas="between"`` several of
-            them; ``empty="refused"`` of a list that
-            needs at least one, as those of ``among`` and those given without a name do; ``only``, where other choices decide
-            whether it is read: whether they do, as a function of the experiment, and what to do where they do not, in words;
-            ``early``, what reads the value before torch is imported, and raises InputError where it is none;
-            and what typer's ``Option`` takes: ``show_default``, ``min``, ``hidden``.
+        shown: ``flag`` where the option has another name; ``example`` for whole numbers with
+            commas; ``decides="nothing"`` where it changes no number of the result; ``among``, the
+            words that it may be, with ``commas="between"`` several of them; ``empty="refused"`` of
+            a list that needs at least one, as those of ``among`` and those given without a name do;
+            ``only``, where other choices decide
+            whether it is read: whether they do, as a function of the experiment, and what to do
+            where they do not, in words; ``early``, what reads the value before torch is imported,
+            and raises InputError where it is none; and what typer's ``Option`` takes:
+            ``show_default``, ``min``, ``hidden``.
     """
     return dataclasses.field(default=default, metadata={OPTION: {"help": help, **shown}})
 
@@ -40,18 +44,29 @@ SHARED: dict[str, tuple[Any, str]] = {
         "A text; a .txt file with one prompt per line; a .jsonl file with one object per line (keys: docs/data.md); "
         "arithmetic:N, restate:N, instructions:N or natural:N; or gsm8k(FILE,shots=5,count=700).",
     ),
-    "kind": ("native", "What runs the model: native (transformers), or transformer_lens (hooked or bridge)."),
+    "kind": (
+        "native",
+        "What runs the model: native (transformers), or transformer_lens (hooked or bridge).",
+    ),
     "dtype": ("float16", "float16, bfloat16, float32 or float64 (fp16, bf16, fp32, fp64)."),
     "device": (None, "cpu, cuda or cuda:N. Default: CUDA if there is one."),
-    "attention": (None, "Attention of a native model: sdpa, eager, ... Default: the model's own choice."),
+    "attention": (
+        None,
+        "Attention of a native model: sdpa, eager, ... Default: the model's own choice.",
+    ),
     "random_init": (False, "Read the config alone and use random weights."),
-    "remote_code": (False, "Run the Python code that comes with a checkpoint; otherwise such a checkpoint is refused."),
+    "remote_code": (
+        False,
+        "Run the Python code that comes with a checkpoint; otherwise such a checkpoint is refused.",
+    ),
 }
 """Default and help of the options that several experiments have."""
 
 
 def shared(name: str, default: Any = None) -> Any:
-    """A field that several experiments have, by its name in :data:`SHARED`; with a default of its own where one is given."""
+    """A field that several experiments have, by its name in :data:`SHARED`; with a default of its
+    own where one is given.
+    """
     usual, help = SHARED[name]
     return option(usual if default is None else default, help)
 
@@ -61,7 +76,9 @@ def used_by(name: str, *values: str) -> tuple[Callable[[Any], bool], str]:
 
     def is_read(asked: Any) -> bool:
         named = getattr(asked, name)
-        return not {"all", *values}.isdisjoint(split(named, ",") if isinstance(named, str) else named)
+        return not {"all", *values}.isdisjoint(
+            split(named, ",") if isinstance(named, str) else named
+        )
 
     return is_read, f"no {name} that was asked for uses it; add {' or '.join(values)} to --{name}"
 
@@ -79,9 +96,16 @@ DRAWS = "greedy decoding draws nothing; give a strategy that does, such as top_p
 
 def seed() -> Any:
     """The seed of the option ``strategy``, where that draws random numbers."""
-    return option(0, "Seed for the strategy's random numbers.", only=(lambda asked: sampled(asked.strategy), DRAWS))
+    return option(
+        0,
+        "Seed for the strategy's random numbers.",
+        only=(lambda asked: sampled(asked.strategy), DRAWS),
+    )
 
 
 def model() -> Any:
     """The argument that names a model."""
-    return argument("zoo:mistral-mini", "zoo:NAME, real:NAME, a transformers checkpoint folder, a .gguf file, or a hub id.")
+    return argument(
+        "zoo:mistral-mini",
+        "zoo:NAME, real:NAME, a transformers checkpoint folder, a .gguf file, or a hub id.",
+    )

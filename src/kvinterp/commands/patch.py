@@ -1,11 +1,24 @@
-"""Copy tensors from one path into the other, one place at a time, and measure how much of the difference each recovers."""
+"""Copy tensors from one path into the other, one place at a time, and measure how much of the
+difference each recovers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvinterp.commands.kit import Cell, OfModel, Parts, Result, check_known, joined, load_prompts, numbered, option, shared
+from kvinterp.commands.kit import (
+    Cell,
+    OfModel,
+    Parts,
+    Result,
+    check_known,
+    joined,
+    load_prompts,
+    numbered,
+    option,
+    shared,
+)
 from kvinterp.common import words
 from kvinterp.common.checks import check_text
 from kvinterp.models.hook_names import site_of
@@ -27,11 +40,15 @@ _UNLESS_GIVEN = {
 
 
 class Patch(OfModel):
-    """What carries the difference: which layer, head or block of positions, moved from one path into the other?"""
+    """What carries the difference: which layer, head or block of positions, moved from one path
+    into the other?
+    """
 
     RESULT = Sweep
 
-    a: str = option("cached", "Path A, which decodes from a cache, such as cached+int8; it chooses the tokens.")
+    a: str = option(
+        "cached", "Path A, which decodes from a cache, such as cached+int8; it chooses the tokens."
+    )
     b: str = option("recompute", "Path B, which computes the whole prefix again.")
     site: str = option(
         None,
@@ -52,7 +69,9 @@ class Patch(OfModel):
         show_default=_UNLESS_GIVEN["direction"],
     )
     steps: str = option(
-        None, "Which decode steps to patch: every, first, or step numbers with commas.", show_default=_UNLESS_GIVEN["steps"]
+        None,
+        "Which decode steps to patch: every, first, or step numbers with commas.",
+        show_default=_UNLESS_GIVEN["steps"],
     )
     protocol: str = option(
         None,
@@ -79,7 +98,9 @@ class Patch(OfModel):
     layers: tuple[int, ...] | None = option(
         None, "Patch only in these layers, such as 0,2,-1. Default: all.", example="0,2,-1"
     )
-    examples: int | None = option(None, "Patch only this many prompts: those with the highest KL.", min=1)
+    examples: int | None = option(
+        None, "Patch only this many prompts: those with the highest KL.", min=1
+    )
     preset: str | None = option(
         None,
         "paper or matched: settings for site, sweep, direction, steps, protocol, examples, distance and max-new-tokens, unless "
@@ -87,7 +108,10 @@ class Patch(OfModel):
     )
     prompts: str = shared("prompts")
     max_new_tokens: int = option(
-        None, "The most tokens to decode per prompt.", show_default=str(_UNLESS_GIVEN["max_new_tokens"]), min=1
+        None,
+        "The most tokens to decode per prompt.",
+        show_default=str(_UNLESS_GIVEN["max_new_tokens"]),
+        min=1,
     )
     batch_size: int = option(
         1,
@@ -103,11 +127,15 @@ class Patch(OfModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Here and not when it is run: what was not given is told from what was given as its default.
+        # Here and not when it is run: what was not given is told from what was given as its
+        #     default.
         settings: dict[str, Any] = dict(_UNLESS_GIVEN)
         if self.preset is not None:
             check_known("preset", self.preset, PRESETS)
-            settings |= {"sweep" if name == "over" else name: value for name, value in PRESETS[self.preset].items()}
+            settings |= {
+                "sweep" if name == "over" else name: value
+                for name, value in PRESETS[self.preset].items()
+            }
         for name, value in settings.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -127,20 +155,39 @@ class Patch(OfModel):
         count = len(load_prompts(self.prompts)[: self.examples])
         return [Cell(f"patched-{place}", self.patched) for place in range(count)]
 
-    def patched(self, keys: Sequence[str], keep: Callable[..., None], progress: str = "none") -> None:
+    def patched(
+        self, keys: Sequence[str], keep: Callable[..., None], progress: str = "none"
+    ) -> None:
         """Sweeps over some of the prompts that are patched, and keeps what each gave."""
         adapter, prompts = self.adapter(), load_prompts(self.prompts)
         paths: dict[str, Any] = {"cached": self.a, "recompute": self.b}
         chosen = list(range(len(prompts)))
         if self.examples is not None:
             options = self.choices("protocol", "max_new_tokens")
-            chosen = highest_kl(adapter, prompts, self.examples, **options, **paths, progress=progress)
-        names = ("site", "direction", "protocol", "layers", "max_new_tokens", "distance", "answers", "batch_size")
-        settings = self.choices(*names) | {"over": self.sweep, "steps": _steps(self.steps), "progress": "none"}
+            chosen = highest_kl(
+                adapter, prompts, self.examples, **options, **paths, progress=progress
+            )
+        names = (
+            "site",
+            "direction",
+            "protocol",
+            "layers",
+            "max_new_tokens",
+            "distance",
+            "answers",
+            "batch_size",
+        )
+        settings = self.choices(*names) | {
+            "over": self.sweep,
+            "steps": _steps(self.steps),
+            "progress": "none",
+        }
         for place, key in numbered(keys).items():
             # The planted causes are a matter of the model: they are looked for once.
             controls = "quick" if self.controls == "all" and place else self.controls
-            swept = sweep(adapter, prompts, **settings, **paths, only=[chosen[place]], controls=controls)
+            swept = sweep(
+                adapter, prompts, **settings, **paths, only=[chosen[place]], controls=controls
+            )
             keep(key, swept.tables, swept.provenance)
 
     def reduce(self, parts: Parts) -> Result:
@@ -149,7 +196,11 @@ class Patch(OfModel):
         if len(tables["controls"]):
             # Those of the prompts, and behind them the planted ones.
             planted = tables["controls"]["control"].str.startswith("planted")
-            tables["controls"] = tables["controls"].loc[planted.sort_values(kind="stable").index].reset_index(drop=True)
+            tables["controls"] = (
+                tables["controls"]
+                .loc[planted.sort_values(kind="stable").index]
+                .reset_index(drop=True)
+            )
         work = {name: sum(about["work"][name] for about in abouts) for name in abouts[0]["work"]}
         return Sweep(**tables, provenance={**abouts[0], "work": work})
 

@@ -1,4 +1,6 @@
-"""Finds the commands: a file each, in this folder or where a wing hands them in, so that a new one is one new file."""
+"""Finds the commands: a file each, in this folder or where a wing hands them in, so that a new one
+is one new file.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,19 @@ def _modules() -> dict[str, tuple[str, str]]:
     """The module of each command, and the group that hands it in, by its name; none is imported."""
     homes = [
         ("commands", _HERE),
-        *((group, point.value) for group in ("commands", "studies") for point in handed(group).values()),
+        *(
+            (group, point.value)
+            for group in ("commands", "studies")
+            for point in handed(group).values()
+        ),
     ]
     found = {}
     for group, home in homes:
         file = file_of(home)
         package = file.name == "__init__.py"
-        files = [each.name for each in pkgutil.iter_modules([str(file.parent)])] if package else [""]
+        files = (
+            [each.name for each in pkgutil.iter_modules([str(file.parent)])] if package else [""]
+        )
         for name in files if home != _HERE else sorted({*files} - {*_OTHERS}):
             module = f"{home}.{name}".rstrip(".")
             found[module.rpartition(".")[2].replace("_", "-")] = module, group
@@ -62,11 +70,15 @@ def command_of(name: str) -> tuple[str, ...]:
 
 def question_of(name: str) -> str:
     """What the command is for, as its file's docstring says; the file is not imported."""
-    return inspect.cleandoc(file_of(_modules()[name][0]).read_text(encoding="utf-8").split('"""')[1])
+    return inspect.cleandoc(
+        file_of(_modules()[name][0]).read_text(encoding="utf-8").split('"""')[1]
+    )
 
 
 def experiment_read(name: str) -> Any:
-    """The experiment of a command with its fields, read from its file: to import what it rests on takes seconds."""
+    """The experiment of a command with its fields, read from its file: to import what it rests on
+    takes seconds.
+    """
     (kind,) = plugins_read("kvinterp.commands.base:Experiment", _modules()[name][0]).values()
     return kind
 

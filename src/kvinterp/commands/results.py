@@ -1,8 +1,10 @@
-"""A result on disk: a folder of tables, ``summary.json`` and, where they were drawn, figures and ``report.html``.
+"""A result on disk: a folder of tables, ``summary.json`` and, where they were drawn, figures and
+``report.html``.
 
-While a run goes on, its finished cells lie beside them (:mod:`kvinterp.common.store`). At the end they are reduced to the files,
-each written beside its place and renamed into it, the summary last: it names the files, and says until then that the result is
-not whole. A run that was killed goes on from its cells by the same command, and gives the tables of an uninterrupted one.
+While a run goes on, its finished cells lie beside them (:mod:`kvinterp.common.store`). At the end
+they are reduced to the files, each written beside its place and renamed into it, the summary last:
+it names the files, and says until then that the result is not whole. A run that was killed goes on
+from its cells by the same command, and gives the tables of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from pyarrow import ArrowException
 
 from kvinterp._version import __version__
 from kvinterp.common.checks import check_known
-from kvinterp.common.files import SUMMARY, check_writable, differences, is_file, read_json, strict_json
+from kvinterp.common.files import (
+    SUMMARY,
+    check_writable,
+    differences,
+    is_file,
+    read_json,
+    strict_json,
+)
 from kvinterp.common.store import clear_cells, write_whole
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, in_one_line
@@ -33,13 +42,16 @@ EXISTING = {
     "overwrite": "it is replaced once the new result is there",
     "use": "a finished result with the same settings is read instead of computed again",
 }
-_ADVICE = "choose another folder with --out, or pass --overwrite (from Python, existing='overwrite')."
+_ADVICE = (
+    "choose another folder with --out, or pass --overwrite (from Python, existing='overwrite')."
+)
 _OURS = (".parquet", ".html", PROMPTS, SUMMARY)
 _NAME = re.compile(r"(figures/)?\w[\w.-]*\*?")
 
 
 def check_free(folder: Path, verb: str, existing: str = "error") -> bool:
-    """Raises where something is in the way of a result: asked before anything slow, such as loading a model, begins.
+    """Raises where something is in the way of a result: asked before anything slow, such as loading
+    a model, begins.
 
     Args:
         folder: The folder.
@@ -50,8 +62,9 @@ def check_free(folder: Path, verb: str, existing: str = "error") -> bool:
         Whether a result is there that :func:`is_finished` has to look at.
 
     Raises:
-        InputError: The folder cannot be written; or ``existing`` is not ``"overwrite"``, and it holds a finished result, one of
-            another command, or a table or page that is of no result.
+        InputError: The folder cannot be written; or ``existing`` is not ``"overwrite"``, and it
+            holds a finished result, one of another command, or a table or page that is of no
+            result.
     """
     check_known("way to treat an existing result", existing, EXISTING)
     check_writable(folder)
@@ -62,7 +75,9 @@ def check_free(folder: Path, verb: str, existing: str = "error") -> bool:
     summary = read_json(folder / SUMMARY)
     if summary is None:
         if taken := sorted(path.name for path in folder.glob("[!.]*") if path.name.endswith(_OURS)):
-            raise InputError(f"folder {str(folder)!r} already holds {taken[0]!r}, which is of no result of ours: {_ADVICE}")
+            raise InputError(
+                f"folder {str(folder)!r} already holds {taken[0]!r}, which is of no result of ours: {_ADVICE}"
+            )
         return False
     if existing == "error" and not summary.get("interrupted"):
         raise InputError(f"folder {str(folder)!r} already holds a result: {_ADVICE}")
@@ -72,7 +87,8 @@ def check_free(folder: Path, verb: str, existing: str = "error") -> bool:
 
 
 def is_finished(folder: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether the result of a folder is finished; one that is not goes on, whatever the circumstances were.
+    """Whether the result of a folder is finished; one that is not goes on, whatever the
+    circumstances were.
 
     Raises:
         InputError: It was made with other settings.
@@ -82,7 +98,9 @@ def is_finished(folder: Path, settings: Mapping[str, Any]) -> bool:
     for made in (before, after) if summary.get("interrupted") else ():
         made.pop("made_with", None)
     if changed := differences(before, after):
-        raise InputError(f"folder {str(folder)!r} holds a result made with other settings ({changed}): {_ADVICE}")
+        raise InputError(
+            f"folder {str(folder)!r} holds a result made with other settings ({changed}): {_ADVICE}"
+        )
     return not summary.get("interrupted")
 
 
@@ -101,21 +119,24 @@ def write_result(
     draw: Callable[[Path], Iterable[Path]] | None = None,
     ending: str = "finished",
 ) -> list[Path]:
-    """Writes the files of a result, each whole or not at all, the summary last; what an earlier one left goes.
+    """Writes the files of a result, each whole or not at all, the summary last; what an earlier one
+    left goes.
 
     Args:
         folder: The folder; made where it is missing.
         settings: Everything that decides what the tables hold.
-        files: The names of all its files beside the summary, drawn or not yet; with a star, what they begin with.
+        files: The names of all its files beside the summary, drawn or not yet; with a star, what
+            they begin with.
         tables: Tables by the names of their files.
         summary: What ``summary.json`` holds, beside the settings and the names of the files.
         texts: Other files by their names.
         draw: Given a folder, draws the figures into it and returns their files.
-        ending: ``"finished"``, after which the cells are removed, or ``"interrupted"``, after which they stay so that the run can
-            go on.
+        ending: ``"finished"``, after which the cells are removed, or ``"interrupted"``, after which
+            they stay so that the run can go on.
 
     Returns:
-        What was written. Nothing where an interrupted run would take the place of a finished result.
+        What was written. Nothing where an interrupted run would take the place of a finished
+        result.
 
     Raises:
         InputError: It cannot be written.
@@ -126,9 +147,12 @@ def write_result(
     listed = before.get("files")
     # A summary may come from anybody: no name leads out of the folder.
     earlier = (
-        [name for name in listed if isinstance(name, str) and _NAME.fullmatch(name)] if isinstance(listed, list) else []
+        [name for name in listed if isinstance(name, str) and _NAME.fullmatch(name)]
+        if isinstance(listed, list)
+        else []
     )
-    # Until the end it is unfinished, whatever is there: what was killed meanwhile is not taken for a result.
+    # Until the end it is unfinished, whatever is there: what was killed meanwhile is not taken for
+    # a result.
     begun = {"settings": settings, "interrupted": True, "files": [*earlier, *files]}
     write_whole(place, strict_json(begun) + "\n")
     for name, text in texts.items():
@@ -154,21 +178,28 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """
     summary = read_json(folder / SUMMARY)
     if summary is None:
-        raise InputError(f"folder {str(folder)!r} holds no readable {SUMMARY}: give a folder that kvinterp wrote.")
+        raise InputError(
+            f"folder {str(folder)!r} holds no readable {SUMMARY}: give a folder that kvinterp wrote."
+        )
     if "files" not in summary:
         raise InputError(
             f"folder {str(folder)!r} was made by another tool, or by kvinterp before {__version__}: make it again."
         )
     # What was chosen is compared with what is chosen now; all else is said.
     as_written = ("choices", "settings", "files")
-    return {name: value if name in as_written else _in_lines(value) for name, value in summary.items()}
+    return {
+        name: value if name in as_written else _in_lines(value) for name, value in summary.items()
+    }
 
 
 def _in_lines(value: Any) -> Any:
     """What a file of anybody's holds, each text of it safe to print and in one line."""
     if isinstance(value, dict):
         # The texts of tokens are what they are; where they are printed they are made safe.
-        return {in_one_line(name): entry if name == "texts" else _in_lines(entry) for name, entry in value.items()}
+        return {
+            in_one_line(name): entry if name == "texts" else _in_lines(entry)
+            for name, entry in value.items()
+        }
     if isinstance(value, list):
         return [_in_lines(entry) for entry in value]
     return in_one_line(value) if isinstance(value, str) else value
@@ -186,7 +217,11 @@ def read_tables(folder: Path, summary: Mapping[str, Any]) -> dict[str, pd.DataFr
     """
     with reading(folder, summary):
         # A summary may come from anybody: no name leads out of the folder.
-        names = [name.removesuffix(".parquet") for name in summary["files"] if re.fullmatch(r"\w+\.parquet", name)]
+        names = [
+            name.removesuffix(".parquet")
+            for name in summary["files"]
+            if re.fullmatch(r"\w+\.parquet", name)
+        ]
         tables = {}
         for name in names:
             tables[name] = pd.read_parquet(folder / f"{name}.parquet")
@@ -204,16 +239,26 @@ def reading(folder: Path, summary: Mapping[str, Any]) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArrowException) as error:
         about = summary.get("provenance")
         version = about.get("kvinterp") if isinstance(about, Mapping) else None
-        advice = f", or read it with kvinterp {version}, which wrote it" if version not in (None, __version__) else ""
+        advice = (
+            f", or read it with kvinterp {version}, which wrote it"
+            if version not in (None, __version__)
+            else ""
+        )
         why = str(error).partition("\n")[0][:300]
-        raise InputError(f"folder {str(folder)!r} holds no readable result ({why}): make it again{advice}.") from error
+        raise InputError(
+            f"folder {str(folder)!r} holds no readable result ({why}): make it again{advice}."
+        ) from error
 
 
 def prompt_lines(prompts: Sequence[Prompt]) -> str:
     """The prompts as a file that :func:`kvinterp.data.load_prompts` reads back."""
     rows = []
     for prompt in prompts:
-        more = {name: value for name, value in vars(prompt).items() if value and name not in ("id", "text")}
+        more = {
+            name: value
+            for name, value in vars(prompt).items()
+            if value and name not in ("id", "text")
+        }
         rows.append({"id": prompt.id, "prompt": prompt.text, **more})
     return "".join(json.dumps(row, default=dict) + "\n" for row in rows)
 
@@ -232,4 +277,7 @@ def records(table: pd.DataFrame) -> list[dict[str, Any]]:
 def prompts_digest(prompts: Sequence[Prompt]) -> dict[str, Any]:
     """How many prompts there are, and a digest of all that is in them."""
     lines = prompt_lines(prompts)
-    return {"count": len(prompts), "blake2": hashlib.blake2b(lines.encode(), digest_size=8).hexdigest()}
+    return {
+        "count": len(prompts),
+        "blake2": hashlib.blake2b(lines.encode(), digest_size=8).hexdigest(),
+    }

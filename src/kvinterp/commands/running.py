@@ -1,7 +1,8 @@
-"""Runs an experiment: its cells, one after another or on Ray, kept as they are finished; then its result, files and page.
+"""Runs an experiment: its cells, one after another or on Ray, kept as they are finished; then its
+result, files and page.
 
-An experiment says what is asked and what the answer comes to (:mod:`kvinterp.commands.base`). Everything here is the
-same for all of them.
+An experiment says what is asked and what the answer comes to (:mod:`kvinterp.commands.base`).
+Everything here is the same for all of them.
 """
 
 from __future__ import annotations
@@ -62,10 +63,12 @@ def run(
     Args:
         experiment: The experiment.
         out: A folder, in which an interrupted run can go on; None keeps everything in memory.
-        existing: What to do about what is already there, see :data:`kvinterp.commands.results.EXISTING`.
+        existing: What to do about what is already there, see
+            :data:`kvinterp.commands.results.EXISTING`.
         progress: ``"bar"`` (on a terminal or in a notebook), or ``"none"``.
         figures: ``"drawn"`` or ``"none"``: whether figures and page are written too.
-        engine: Where the cells are done: ``"local"``, in this process; ``"ray"`` or ``"ray(4)"``, by workers of Ray.
+        engine: Where the cells are done: ``"local"``, in this process; ``"ray"`` or ``"ray(4)"``,
+            by workers of Ray.
 
     Returns:
         Its result: of the experiment's class of results, where it has one.
@@ -80,7 +83,9 @@ def run(
     check_choice("figures", figures, ("drawn", "none"))
     check_known("way to treat an existing result", existing, EXISTING)
     if out is None:
-        check_unread("existing", existing, "error", "there is no folder; give one as out, or leave it out")
+        check_unread(
+            "existing", existing, "error", "there is no folder; give one as out, or leave it out"
+        )
     folder = None if out is None else Path(out)
     try:
         return _run(experiment, folder, existing, progress, figures, engine)
@@ -90,7 +95,14 @@ def run(
         raise
 
 
-def _run(experiment: Experiment, out: Path | None, existing: str, progress: str, figures: str, engine: str) -> Result:
+def _run(
+    experiment: Experiment,
+    out: Path | None,
+    existing: str,
+    progress: str,
+    figures: str,
+    engine: str,
+) -> Result:
     # The cheap questions first: a typing error should not cost the loading of a model.
     worker = engine_named(engine)
     experiment.check()
@@ -111,10 +123,18 @@ def _run(experiment: Experiment, out: Path | None, existing: str, progress: str,
                 parts |= run_cells(second, *options)
         except KeyboardInterrupt:
             if store is not None and experiment.PARTIAL == "yes":
-                log.warning("interrupted: tables of what is finished are being written; interrupt again to leave without")
+                log.warning(
+                    "interrupted: tables of what is finished are being written; interrupt again to leave without"
+                )
                 parts = CellsMade({cell.key: (cell, store) for cell in cells}).finished()
                 if parts:
-                    write(experiment, store.folder, settings, experiment.reduce(parts), ending="interrupted")
+                    write(
+                        experiment,
+                        store.folder,
+                        settings,
+                        experiment.reduce(parts),
+                        ending="interrupted",
+                    )
             raise
         result = experiment.reduce(parts)
         if out is None:
@@ -131,14 +151,21 @@ def asked(experiment: Experiment) -> dict[str, Any]:
     return settings
 
 
-# Files -----------------------------------------------------------------------------------------------------------------
+# Files --------------------------------------------------------------------------------------------
 
 
 def files_of(experiment: Experiment, result: Result) -> list[str]:
     """The names of a result's files beside the summary, drawn or not yet."""
     tables = (f"{name}.parquet" for name in result.tables)
-    there = [name for name in experiment.FILES if result.folder is not None and (result.folder / name).exists()]
-    figures = (f"figures/{name}.png" for name in (experiment.drawn(result) if experiment.has_page(result) else ()))
+    there = [
+        name
+        for name in experiment.FILES
+        if result.folder is not None and (result.folder / name).exists()
+    ]
+    figures = (
+        f"figures/{name}.png"
+        for name in (experiment.drawn(result) if experiment.has_page(result) else ())
+    )
     return [*tables, *(result.others or prompts_of(result) or there), PAGE, *figures]
 
 
@@ -146,7 +173,10 @@ def with_findings(experiment: Experiment, result: Result) -> Result:
     """Adds its findings to the tables of a result, which knows from then on what made it."""
     vars(result).update(VERB=experiment.verb(), experiment=experiment)
     if "findings" not in result.tables and (rows := experiment.rows(result)) is not None:
-        result.tables = {"findings": findings_of(rows).assign(experiment=experiment.verb()), **result.tables}
+        result.tables = {
+            "findings": findings_of(rows).assign(experiment=experiment.verb()),
+            **result.tables,
+        }
     return result
 
 
@@ -164,7 +194,9 @@ def read_result(experiment: Experiment, folder: Path) -> Result:
         result.settings = summary["settings"]
         result.choices = summary.get("choices", result.settings)
         if "prompts" in vars(result):
-            vars(result)["prompts"] = load_prompts(folder / PROMPTS) if PROMPTS in summary["files"] else []
+            vars(result)["prompts"] = (
+                load_prompts(folder / PROMPTS) if PROMPTS in summary["files"] else []
+            )
         return with_findings(experiment, result)
 
 
@@ -177,7 +209,11 @@ def write(
     ending: str = "finished",
 ) -> Result:
     """Writes a result into a folder, which is then finished."""
-    result.settings, result.choices, result.folder = settings, result.choices or experiment.choices(), folder
+    result.settings, result.choices, result.folder = (
+        settings,
+        result.choices or experiment.choices(),
+        folder,
+    )
     with_findings(experiment, result)
     summary = {**result.contents()[1], "choices": result.choices}
     if "reading" not in summary:
@@ -185,14 +221,22 @@ def write(
         summary["reading"] = experiment.sentences(result)
     draw_into = (lambda place: draw(experiment, result, place)) if figures == "drawn" else None
     texts, files = result.others or prompts_of(result), files_of(experiment, result)
-    result.files = write_result(folder, settings, files, result.tables, summary, texts, draw_into, ending)
+    result.files = write_result(
+        folder, settings, files, result.tables, summary, texts, draw_into, ending
+    )
     return result
 
 
 def save(
-    experiment: Experiment, result: Result, folder: str | os.PathLike[str], existing: str = "error", figures: str = "none"
+    experiment: Experiment,
+    result: Result,
+    folder: str | os.PathLike[str],
+    existing: str = "error",
+    figures: str = "none",
 ) -> Path:
-    """Writes a result that a function gave into a folder; see :meth:`kvinterp.common.result.Result.save`."""
+    """Writes a result that a function gave into a folder; see
+    :meth:`kvinterp.common.result.Result.save`.
+    """
     place = folder_named(folder)
     if check_free(place, experiment.verb(), existing) and is_finished(place, result.settings):
         raise unknown("way to treat an existing result", existing, ("error", "overwrite"))
@@ -211,11 +255,14 @@ def folder_named(given: Any) -> Path:
     return Path(given)
 
 
-# What is shown ---------------------------------------------------------------------------------------------------------
+# What is shown ------------------------------------------------------------------------------------
 
 
 def report(
-    experiment: Experiment, result: Result, folder: str | os.PathLike[str] | None = None, existing: str = "error"
+    experiment: Experiment,
+    result: Result,
+    folder: str | os.PathLike[str] | None = None,
+    existing: str = "error",
 ) -> Path:
     """Writes the page of a result; see :meth:`kvinterp.common.result.Result.report`."""
     place = folder_named(folder or result.folder or tempfile.mkdtemp(prefix="kvinterp-"))
@@ -247,7 +294,9 @@ def draw(experiment: Experiment, result: Result, folder: Path) -> list[Path]:
         # The first stands above the findings, where a phone shows it without scrolling.
         pictures[folder / f"{name}.png"] = drawn = picture(figure, name, narrow=not pictures)
         write_whole(folder / f"{name}.png", drawn.png)
-    beside = [name for name in files_of(experiment, with_findings(experiment, result)) if "/" not in name]
+    beside = [
+        name for name in files_of(experiment, with_findings(experiment, result)) if "/" not in name
+    ]
     page = folder.parent / PAGE
     write_whole(page, page_of(experiment, result, [*pictures.values()], [*beside, SUMMARY]))
     return [*pictures, page]
@@ -260,5 +309,8 @@ def card(experiment: Experiment, result: Result) -> str:
 
     lines = result.sentences()
     rest = f"{len(lines) - SENTENCES} more in .sentences()" if len(lines) > SENTENCES else ""
-    pictures = [Picture(name.replace("_", " "), png(drawn, DOTS)) for name, drawn in list(result.figures().items())[:1]]
+    pictures = [
+        Picture(name.replace("_", " "), png(drawn, DOTS))
+        for name, drawn in list(result.figures().items())[:1]
+    ]
     return fragment(Text(repr(result)[1:-1]), Answer(lines[:SENTENCES]), *pictures, Text(rest))

@@ -1,4 +1,5 @@
-"""Hold the run that wrote each text against a clean forward over the finished text, and what is read off the activations.
+"""Hold the run that wrote each text against a clean forward over the finished text, and what is
+read off the activations.
 
 Beside both stands the null: the same forward with as many tokens more behind the text.
 """
@@ -7,7 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvinterp.commands.kit import Cell, Made, OfModel, Parts, Result, joined, load_prompts, option, shared
+from kvinterp.commands.kit import (
+    Cell,
+    Made,
+    OfModel,
+    Parts,
+    Result,
+    joined,
+    load_prompts,
+    option,
+    shared,
+)
 from kvinterp.comparison.sparse_autoencoder import SparseAutoencoder, by_place, load_sae
 from kvinterp.comparison.which_run import (
     GENERATE,
@@ -23,7 +34,9 @@ from kvinterp.report.forks import fork_parts
 
 
 class WhichRunWrote(OfModel):
-    """Which run do your activations come from: the one that wrote the text, or its recomputation?"""
+    """Which run do your activations come from: the one that wrote the text, or its
+    recomputation?
+    """
 
     RESULT = WhichRun
     headline = staticmethod(headline_of_runs)
@@ -32,13 +45,18 @@ class WhichRunWrote(OfModel):
 
     prompts: str = shared("prompts")
     run_by: str = option(
-        GENERATE, "What writes the texts: generate (the model's own), or a path such as cached+int8.", flag="--run"
+        GENERATE,
+        "What writes the texts: generate (the model's own), or a path such as cached+int8.",
+        flag="--run",
     )
-    layers: tuple[int, ...] | None = option(None, "Layers to look at, such as 0,2,-1. Default: all.", example="0,2,-1")
+    layers: tuple[int, ...] | None = option(
+        None, "Layers to look at, such as 0,2,-1. Default: all.", example="0,2,-1"
+    )
     max_new_tokens: int = option(32, "The most tokens of a text.", min=2)
     top: int = option(32, "How many of the largest neurons are held against each other.", min=1)
     sae: tuple[str, ...] = option(
-        (), "A folder with a sparse autoencoder in SAELens's form, whose features are held against each other. Repeatable."
+        (),
+        "A folder with a sparse autoencoder in SAELens's form, whose features are held against each other. Repeatable.",
     )
 
     def check(self) -> None:
@@ -53,18 +71,30 @@ class WhichRunWrote(OfModel):
         return by_place([load_sae(folder) for folder in self.sae])
 
     def settings(self) -> dict[str, Any]:
-        """With what the autoencoders hold instead of their folders' names: one that was trained anew is another."""
+        """With what the autoencoders hold instead of their folders' names: one that was trained
+        anew is another.
+        """
         return {**super().settings(), "sae": [sae.digest for sae in map(load_sae, self.sae)]}
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
-        return [Cell(f"example-{n}", self.held, {"number": n}) for n in range(len(load_prompts(self.prompts)))]
+        return [
+            Cell(f"example-{n}", self.held, {"number": n})
+            for n in range(len(load_prompts(self.prompts)))
+        ]
 
     def held(self, number: int) -> Made:
         """One text."""
         options = self.choices("layers", "max_new_tokens", "top")
         prompt = load_prompts(self.prompts)[number]
-        found = which_run(self.adapter(), [prompt], run=self.run_by, first=number, features=self.features(), **options)
+        found = which_run(
+            self.adapter(),
+            [prompt],
+            run=self.run_by,
+            first=number,
+            features=self.features(),
+            **options,
+        )
         return found.tables, found.provenance
 
     def reduce(self, parts: Parts) -> Result:

@@ -9,14 +9,18 @@ from typing import Any, get_args
 from kvinterp.errors import InputError, shown, unexpected, unknown
 
 SEEDS = (-(2**63), 2**63 - 1)
-"""The smallest and the largest seed: signed numbers of 64 bits, each with its own random numbers."""
+"""The smallest and the largest seed: signed numbers of 64 bits, each with its own random
+numbers.
+"""
 
 MOST = 1_000_000
 """The largest count of anything that an option accepts."""
 
 
 def whole_number(value: object) -> int | None:
-    """The value as an int where it is a whole number of any library's type, but no truth value; else None."""
+    """The value as an int where it is a whole number of any library's type, but no truth value;
+    else None.
+    """
     if isinstance(value, bool):
         return None
     try:
@@ -25,7 +29,9 @@ def whole_number(value: object) -> int | None:
         return None
 
 
-def check_whole(name: str, value: object, least: int = 1, most: int | None = None, hint: str = "") -> int:
+def check_whole(
+    name: str, value: object, least: int = 1, most: int | None = None, hint: str = ""
+) -> int:
     """Checks that a value is a whole number in a range, and returns it as an int.
 
     Args:
@@ -58,7 +64,8 @@ def check_number(name: str, value: object, hint: str = "") -> float:
 
 
 def check_seed(seed: object) -> int:
-    """Checks that a seed is a whole number of 64 bits: a longer one would be cut, and have the random numbers of another.
+    """Checks that a seed is a whole number of 64 bits: a longer one would be cut, and have the
+    random numbers of another.
 
     Raises:
         InputError: It is something else.
@@ -70,7 +77,9 @@ def check_seed(seed: object) -> int:
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:
-    """Raises InputError where a value is not one of a few words: some texts, or a type of :mod:`kvinterp.common.words`."""
+    """Raises InputError where a value is not one of a few words: some texts, or a type of
+    :mod:`kvinterp.common.words`.
+    """
     words = list(get_args(choices) or choices)
     if not isinstance(value, str) or value not in words:
         raise unexpected(name, value, " or ".join(map(repr, words)))

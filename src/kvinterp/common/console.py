@@ -1,4 +1,6 @@
-"""Prints what commands print: lines that are safe on a terminal, with an error where they cannot be written."""
+"""Prints what commands print: lines that are safe on a terminal, with an error where they cannot be
+written.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from kvinterp.errors import InputError, visible
 
 
 class Dropping:
-    """A stream that drops what is written once the reader of its pipe has left, as in ``| head -1``: the work goes on.
+    """A stream that drops what is written once the reader of its pipe has left, as in
+    ``| head -1``: the work goes on.
 
     Args:
         stream: Standard output or standard error.
@@ -38,7 +41,9 @@ class Dropping:
             self.drop()
 
     def drop(self) -> None:
-        """Drops all that follows: Python flushes the stream once more at the end of the process, which must not fail again."""
+        """Drops all that follows: Python flushes the stream once more at the end of the process,
+        which must not fail again.
+        """
         os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 

@@ -30,14 +30,17 @@ def check_writable(folder: Path) -> None:
     with explaining_errors(folder):
         with contextlib.suppress(FileNotFoundError):
             folder.lstat()  # An impossible name raises now, not after the work.
-        place = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
+        place = next(
+            place for place in (folder, *folder.parents) if place.exists() or place.is_symlink()
+        )
         with replaced(place / "probe", keep=False):
             pass
 
 
 @contextlib.contextmanager
 def replaced(path: Path, keep: bool = True) -> Iterator[IO[bytes]]:
-    """Opens a file to write to and renames it to ``path`` at the end, so that there is the whole file or none.
+    """Opens a file to write to and renames it to ``path`` at the end, so that there is the whole
+    file or none.
 
     Args:
         path: The file.
@@ -66,7 +69,9 @@ def explaining_errors(path: Path) -> Iterator[None]:
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         name = str(path) if len(str(path)) <= 100 else f"{str(path)[:100]}..."
-        raise InputError(f"folder {name!r} cannot be written ({reason}): choose another with --out.") from error
+        raise InputError(
+            f"folder {name!r} cannot be written ({reason}): choose another with --out."
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -79,7 +84,9 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def strict_json(value: Any) -> str:
-    """Writes JSON that every reader accepts: NaN becomes null, infinities and objects without a JSON form become text."""
+    """Writes JSON that every reader accepts: NaN becomes null, infinities and objects without a
+    JSON form become text.
+    """
     return json.dumps(_plain(value), indent=1, allow_nan=False, default=str)
 
 
@@ -123,7 +130,11 @@ def bytes_of(path: Path, most: int | None = None) -> bytes:
     if not path.is_file():
         raise FileNotFoundError(0, "it is no file", str(path))
     if most is not None and path.stat().st_size > most:
-        raise OSError(0, f"it has {path.stat().st_size:,} bytes, more than the {most:,} that are read", str(path))
+        raise OSError(
+            0,
+            f"it has {path.stat().st_size:,} bytes, more than the {most:,} that are read",
+            str(path),
+        )
     return path.read_bytes()
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-# One number ------------------------------------------------------------------------------------------------------------
+# One number ---------------------------------------------------------------------------------------
 
 
 def number(value: float) -> str:
@@ -31,7 +31,11 @@ def number(value: float) -> str:
 
 def short(value: float, digits: int = 1) -> str:
     """A number in few characters, for figures: 0.81, or 1.2e-6."""
-    return f"{value:.2g}" if value == 0 or 0.01 <= value < 1000 else re.sub(r"e([+-])0*", r"e\1", f"{value:.{digits}e}")
+    return (
+        f"{value:.2g}"
+        if value == 0 or 0.01 <= value < 1000
+        else re.sub(r"e([+-])0*", r"e\1", f"{value:.{digits}e}")
+    )
 
 
 def power(value: float) -> str:
@@ -41,11 +45,15 @@ def power(value: float) -> str:
 
 def percent(value: float) -> str:
     """A share of any size and sign in percent, for figures: 50 %, −3.0e4 %."""
-    text = f"{value * 100:.0f}" if abs(value) < 100 else f"{value * 100:.1e}".replace("e+0", "e").replace("e+", "e")
+    text = (
+        f"{value * 100:.0f}"
+        if abs(value) < 100
+        else f"{value * 100:.1e}".replace("e+0", "e").replace("e+", "e")
+    )
     return ("0" if text == "-0" else text).replace("-", "−") + "\u202f%"
 
 
-# Several ---------------------------------------------------------------------------------------------------------------
+# Several ------------------------------------------------------------------------------------------
 
 
 def between(values: Sequence[float]) -> str:
@@ -61,7 +69,11 @@ def listed(names: Sequence[str]) -> str:
 
 def counted(count: int, what: str) -> str:
     """``1 step``, ``6 steps``, ``2 policies``, ``3 patches``."""
-    many = f"{what.removesuffix('cy')}cies" if what.endswith("cy") else f"{what}{'es' if what.endswith('ch') else 's'}"
+    many = (
+        f"{what.removesuffix('cy')}cies"
+        if what.endswith("cy")
+        else f"{what}{'es' if what.endswith('ch') else 's'}"
+    )
     return f"{count} {what if count == 1 else many}"
 
 
@@ -75,12 +87,16 @@ def upper(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def ends_said(low: float | None, high: float | None, form: str, written: Callable[[Any], str]) -> str:
+def ends_said(
+    low: float | None, high: float | None, form: str, written: Callable[[Any], str]
+) -> str:
     """The ends of an interval, to stand after a number; empty where there is none."""
-    return "" if pd.isna(low) or pd.isna(high) else form.format(f"{written(low)} to {written(high)}")
+    return (
+        "" if pd.isna(low) or pd.isna(high) else form.format(f"{written(low)} to {written(high)}")
+    )
 
 
-# Paths and machines ----------------------------------------------------------------------------------------------------
+# Paths and machines -------------------------------------------------------------------------------
 
 
 def against(provenance: Mapping[str, Any]) -> str:
@@ -89,10 +105,12 @@ def against(provenance: Mapping[str, Any]) -> str:
 
 
 def models_of(provenances: Iterable[Mapping[str, Any]]) -> str:
-    """Models and how they ran, as in ``zoo:llama-mini (native, float16; AMD EPYC (AVX2), 1 thread)``.
+    """Models and how they ran, as in
+    ``zoo:llama-mini (native, float16; AMD EPYC (AVX2), 1 thread)``.
 
     Args:
-        provenances: The provenance of each model. Models that ran alike are named together; one without a kind is left out.
+        provenances: The provenance of each model. Models that ran alike are named together; one
+            without a kind is left out.
     """
     names: dict[str, list[str]] = {}
     for about in provenances:

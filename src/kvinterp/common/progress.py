@@ -32,7 +32,8 @@ def counting(
         unit: The name of an item, in the singular.
         progress: ``"bar"`` or ``"none"``.
         done: How many are done already; they take no part in the forecast.
-        forecast: ``"no"`` leaves out the time that is left: of items of many kinds it would grow as it runs.
+        forecast: ``"no"`` leaves out the time that is left: of items of many kinds it would grow as
+            it runs.
 
     Yields:
         tqdm's bar; call its ``update`` with the number of further items that are done.

@@ -1,8 +1,9 @@
-"""The class of results: shown in a notebook, saved in a folder as on the command line, and loaded again.
+"""The class of results: shown in a notebook, saved in a folder as on the command line, and loaded
+again.
 
-All results have this class, and a comparison or a sweep adds its own tables and properties. Folders, figures and pages are the
-work of the experiment that keeps such results. The rooms below it may not import it, so it is found here by its name, as a
-registry imports plugins.
+All results have this class, and a comparison or a sweep adds its own tables and properties.
+Folders, figures and pages are the work of the experiment that keeps such results. The rooms below
+it may not import it, so it is found here by its name, as a registry imports plugins.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ Contents: TypeAlias = tuple[dict[str, Any], dict[str, Any]]
 
 
 def signed(tables: dict[str, pd.DataFrame], about: Mapping[str, Any]) -> dict[str, pd.DataFrame]:
-    """Adds the provenance to each table, so that a table without its folder still has it, in its Parquet file too."""
+    """Adds the provenance to each table, so that a table without its folder still has it, in its
+    Parquet file too.
+    """
     for table in tables.values():
         table.attrs = dict(about)
     return tables
 
 
 class Result:
-    """A result that can be shown, saved and loaded; a subclass defines which tables are written and how they are read.
+    """A result that can be shown, saved and loaded; a subclass defines which tables are written and
+    how they are read.
 
     Args:
         tables: The tables by the names of their files.
@@ -69,7 +73,11 @@ class Result:
         summary: Mapping[str, Any] | None = None,
         others: Mapping[str, str] | None = None,
     ) -> None:
-        self.others, self._tables, self.summary = dict(others or {}), dict(tables or {}), dict(summary or {})
+        self.others, self._tables, self.summary = (
+            dict(others or {}),
+            dict(tables or {}),
+            dict(summary or {}),
+        )
 
     @classmethod
     def read(cls, tables: Mapping[str, Any], summary: Mapping[str, Any]) -> Any:
@@ -80,7 +88,8 @@ class Result:
     def tables(self) -> dict[str, Any]:
         """The tables by the names of their files, with the findings once they have been computed.
 
-        A result with tables as fields, such as a comparison, gives the tables that its fields have now.
+        A result with tables as fields, such as a comparison, gives the tables that its fields have
+        now.
         """
         return self.contents()[0]
 
@@ -90,7 +99,9 @@ class Result:
         vars(self).update(_own=({**tables, **own}, summary))
 
     def contents(self) -> Contents:
-        """The result of :meth:`written`, computed once for the present tables; other tables than before have no findings yet."""
+        """The result of :meth:`written`, computed once for the present tables; other tables than
+        before have no findings yet.
+        """
         frames = [id(table) for table in vars(self).values() if hasattr(table, "columns")]
         if self._of != frames:
             vars(self).update(_own=self.written(), _of=frames)
@@ -114,22 +125,34 @@ class Result:
     def json_output(self) -> dict[str, Any]:
         """The output of ``--json``: the folder, and the content of ``summary.json``."""
         # The file also has the settings and the names of the files.
-        summary = next((read_json(file) for file in self.files if file.name == SUMMARY), None) or self.contents()[1]
+        summary = (
+            next((read_json(file) for file in self.files if file.name == SUMMARY), None)
+            or self.contents()[1]
+        )
         return {"folder": self.folder and str(self.folder), "exit_code": 0, **summary}
 
     def provenances(self) -> dict[str, Mapping[str, Any]]:
-        """What each of its models was run with, by its name; by an empty one where there is one model."""
+        """What each of its models was run with, by its name; by an empty one where there is one
+        model.
+        """
         about = self.contents()[1].get("provenance") or {}
-        return about if about and all(isinstance(one, Mapping) for one in about.values()) else {"": about}
+        return (
+            about
+            if about and all(isinstance(one, Mapping) for one in about.values())
+            else {"": about}
+        )
 
-    # What was found: a class of results says it of itself; an experiment whose result is tables alone says it for them.
+    # What was found: a class of results says it of itself; an experiment whose result is tables
+    #     alone says it for them.
 
     def headline(self) -> list[str]:
         """What was found in one or two sentences, and warnings."""
         return []
 
     def rows(self) -> Any:
-        """What was found, a row each (:func:`kvinterp.findings.finding`); None where sentences alone say it."""
+        """What was found, a row each (:func:`kvinterp.findings.finding`); None where sentences
+        alone say it.
+        """
         return None
 
     def charts(self) -> dict[str, Any]:
@@ -141,7 +164,8 @@ class Result:
         return importlib.import_module("kvinterp.commands.keeping").keeper_of(self)
 
     def save(self, folder: str | os.PathLike[str], existing: str = "error") -> Path:
-        """Writes tables and ``summary.json``, each whole or not at all, as the command does; :meth:`report` also writes the page.
+        """Writes tables and ``summary.json``, each whole or not at all, as the command does;
+        :meth:`report` also writes the page.
 
         Args:
             folder: The folder; created where it is missing.
@@ -159,8 +183,10 @@ class Result:
         """Writes the page with its figures, and everything that :meth:`save` writes.
 
         Args:
-            folder: The folder (default: where it is saved, or else a new folder among the system's temporary ones).
-            existing: As for :meth:`save`; where it is saved already, page and figures are written again.
+            folder: The folder (default: where it is saved, or else a new folder among the system's
+                temporary ones).
+            existing: As for :meth:`save`; where it is saved already, page and figures are written
+                again.
 
         Returns:
             The page's path.

@@ -1,7 +1,8 @@
 """jaxtyping names for recurring tensors, so that one shape has one name everywhere.
 
-``*batch`` stands for any leading axes: steps, layers, heads, positions, or none. Within one signature equal names must have
-equal sizes; beartype checks it under pytest where KVINTERP_SIGNATURES is 1, and nowhere else.
+``*batch`` stands for any leading axes: steps, layers, heads, positions, or none. Within one
+signature equal names must have equal sizes; beartype checks it under pytest where
+KVINTERP_SIGNATURES is 1, and nowhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ Logits: TypeAlias = Float[Tensor, "*batch vocab"]
 #: A residual stream at any site of any layer.
 Residual: TypeAlias = Float[Tensor, "*batch width"]
 
-#: Attention probabilities of one query over its keys; they sum to one up to the rounding of their dtype.
+#: Attention probabilities of one query over its keys; they sum to one up to the rounding of their
+#  dtype.
 Pattern: TypeAlias = Float[Tensor, "*batch key"]
 
 #: Queries, keys, values or attention outputs, one vector a head.

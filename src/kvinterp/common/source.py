@@ -1,6 +1,8 @@
-"""What a module of kvinterp defines, read from its source: of what it imports only what is used is read or imported.
+"""What a module of kvinterp defines, read from its source: of what it imports only what is used is
+read or imported.
 
-``kvinterp list`` and ``--help`` show the fields and docstrings of classes whose modules import torch, which takes seconds.
+``kvinterp list`` and ``--help`` show the fields and docstrings of classes whose modules import
+torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ ROOT = Path(__file__).parents[2]
 
 
 class Source(dict[str, Any]):
-    """The names of a module, each made when it is first asked for; :func:`source` keeps one for each module."""
+    """The names of a module, each made when it is first asked for; :func:`source` keeps one for
+    each module.
+    """
 
     def __init__(self, file: Path) -> None:
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -28,14 +32,23 @@ class Source(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         node = self.nodes[name]
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("kvinterp") and node.module not in sys.modules:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and str(node.module).startswith("kvinterp")
+            and node.module not in sys.modules
+        ):
             (called,) = (alias.name for alias in node.names if name in (alias.asname, alias.name))
             if called in (names := source(str(node.module))).nodes:
                 self[name] = names[called]
                 return self[name]
         if isinstance(node, ast.ClassDef):
-            # Its fields stand by their types; what else its body computes from other names is not asked for.
-            node.body = [part for part in node.body if not (isinstance(part, ast.Assign) and [*_read_by(part.value)])]
+            # Its fields stand by their types; what else its body computes from other names is not
+            # asked for.
+            node.body = [
+                part
+                for part in node.body
+                if not (isinstance(part, ast.Assign) and [*_read_by(part.value)])
+            ]
             # A class's body looks its names up where nothing can be made for it.
             for known in self.nodes.keys() & set(_read_by(node)) - {name}:
                 self[known]
@@ -47,7 +60,11 @@ class Source(dict[str, Any]):
 
     def classes(self) -> list[type]:
         """The public classes that the module defines."""
-        return [self[name] for name, node in self.nodes.items() if isinstance(node, ast.ClassDef) and name[0] != "_"]
+        return [
+            self[name]
+            for name, node in self.nodes.items()
+            if isinstance(node, ast.ClassDef) and name[0] != "_"
+        ]
 
 
 @functools.cache
@@ -73,11 +90,15 @@ def _bound(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         return [node.name]
     targets = getattr(node, "targets", [getattr(node, "target", node)])
-    return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+    return [
+        each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)
+    ]
 
 
 def _read_by(node: ast.AST) -> Iterator[str]:
-    """The names that a class's statement reads at once, not those that its functions read when they are called."""
+    """The names that a class's statement reads at once, not those that its functions read when they
+    are called.
+    """
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
         yield node.id
     later = ("annotation", "returns", *["body"] * isinstance(node, ast.FunctionDef | ast.Lambda))

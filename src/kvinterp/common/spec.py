@@ -1,9 +1,12 @@
-"""Converts between objects and their text forms, and finds the plugins of a folder; every registry calls it.
+"""Converts between objects and their text forms, and finds the plugins of a folder; every registry
+calls it.
 
-A plugin is a dataclass. Its name is the name of its class in snake case (``SplitK`` is ``split_k``). Its text form is that name
-with the values of its fields in brackets: ``split_k(4,float16,all,0+2)``. A number or a Python literal is read as such, anything
-else as a text; a text with commas or brackets needs quotes. A field that is a tuple is written with ``+``, and empty as ``all``.
-Any field may be named, a keyword-only one must be: ``name(-1,1,on=k)``; it is written where it differs from its default.
+A plugin is a dataclass. Its name is the name of its class in snake case (``SplitK`` is
+``split_k``). Its text form is that name
+with the values of its fields in brackets: ``split_k(4,float16,all,0+2)``. A number or a Python
+literal is read as such, anything else as a text; a text with commas or brackets needs quotes. A
+field that is a tuple is written with ``+``, and empty as ``all``. Any field may be named, a
+keyword-only one must be: ``name(-1,1,on=k)``; it is written where it differs from its default.
 """
 
 from __future__ import annotations
@@ -37,28 +40,43 @@ def modules_of(folder: ModuleType) -> Iterator[ModuleType]:
 
 
 def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]]:
-    """The plugins of a package by name: public classes that derive from ``base``, not abstract, in the file that defines them."""
+    """The plugins of a package by name: public classes that derive from ``base``, not abstract, in
+    the file that defines them.
+    """
     plugins = []
     for module in modules_of(folder):
-        own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+        own = [
+            value
+            for value in vars(module).values()
+            if getattr(value, "__module__", "") == module.__name__
+        ]
         kinds = [kind for kind in own if isinstance(kind, type) and issubclass(kind, base)]
-        plugins += [kind for kind in kinds if kind.__name__[0] != "_" and not inspect.isabstract(kind)]
+        plugins += [
+            kind for kind in kinds if kind.__name__[0] != "_" and not inspect.isabstract(kind)
+        ]
     return by_name(*plugins)
 
 
 def plugins_read(base: str, place: str = "") -> dict[str, Any]:
-    """What :func:`plugins_of` finds, with fields and docstrings, read from the source: no plugin is imported, nor torch.
+    """What :func:`plugins_of` finds, with fields and docstrings, read from the source: no plugin is
+    imported, nor torch.
 
     Args:
-        base: The import name of the class that they derive from, as in ``kvinterp.policies.base:Policy``.
-        place: The import name of the package, or of the one module, that has them. Default: that of ``base``.
+        base: The import name of the class that they derive from, as in
+            ``kvinterp.policies.base:Policy``.
+        place: The import name of the package, or of the one module, that has them. Default: that of
+            ``base``.
     """
     module, _, name = base.partition(":")
     place = place or module.removesuffix(".base")
     file = file_of(place)
     folder = [str(file.parent)] if file.name == "__init__.py" else []
     files = [each.name for each in pkgutil.iter_modules(folder) if each.name not in MADE_OF]
-    kinds = [kind for part in ([f"{place}.{file}" for file in files] or [place]) for kind in source(part).classes()]
+    kinds = [
+        kind
+        for part in ([f"{place}.{file}" for file in files] or [place])
+        for kind in source(part).classes()
+    ]
     # By its name: what is imported already is another class than what is read.
     kinds = [kind for kind in kinds if name in [parent.__name__ for parent in kind.__mro__[1:]]]
     return {name_of(kind): kind for kind in kinds if not inspect.isabstract(kind)}
@@ -74,7 +92,9 @@ def by_name(*kinds: type[Plugin]) -> dict[str, type[Plugin]]:
     for kind in kinds:
         name = name_of(kind)
         if classes.setdefault(name, kind) is not kind:
-            raise RuntimeError(f"{kind.__module__} and {classes[name].__module__} both have a plugin called {name!r}.")
+            raise RuntimeError(
+                f"{kind.__module__} and {classes[name].__module__} both have a plugin called {name!r}."
+            )
     return classes
 
 
@@ -89,7 +109,11 @@ def text_of(plugin: Any) -> str:
     values = [getattr(plugin, field.name) for field in fields if not field.kw_only]
     while values and values[-1] in (None, ()):
         values.pop()
-    options = [(field.name, getattr(plugin, field.name), field.default) for field in fields if field.kw_only]
+    options = [
+        (field.name, getattr(plugin, field.name), field.default)
+        for field in fields
+        if field.kw_only
+    ]
     changed = [f"{name}={_written(value)}" for name, value, default in options if value != default]
     arguments = ",".join([*map(_written, values), *changed])
     return name_of(type(plugin)) + (f"({arguments})" if arguments else "")
@@ -114,7 +138,8 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
 
     Args:
         what: The kind of thing, for errors.
-        text: ``name`` or ``name(value,field=value)``; capitals and hyphens of the name do not matter.
+        text: ``name`` or ``name(value,field=value)``; capitals and hyphens of the name do not
+            matter.
         kinds: The classes, by name.
         hint: What errors add about the form.
 
@@ -135,7 +160,9 @@ def read(what: str, text: str, kinds: Mapping[str, type[Plugin]], hint: str) -> 
         if len(dict(named)) < len(named):
             raise TypeError("a field was given twice")
         given = inspect.signature(kinds[name]).bind(*in_order, **dict(named)).arguments
-        return kinds[name](**{key: _fitted(value_of(value), fields[key].type) for key, value in given.items()})
+        return kinds[name](
+            **{key: _fitted(value_of(value), fields[key].type) for key, value in given.items()}
+        )
     except TypeError as error:
         takes = ", ".join(
             f"{field.name}={_written(field.default)}" if field.kw_only else field.name
@@ -152,7 +179,9 @@ def path_parts(text: str) -> tuple[str, str | None, str | None, str | None]:
     Raises:
         InputError: The text has another form, or there is no such dtype.
     """
-    match = re.fullmatch(r"(cached|recompute)(?:\[([^\]]*)\])?(?:\+(.+?))?(?:@(\w+))?", text.strip())
+    match = re.fullmatch(
+        r"(cached|recompute)(?:\[([^\]]*)\])?(?:\+(.+?))?(?:@(\w+))?", text.strip()
+    )
     if match is None:
         raise InputError(
             f"path {text!r} cannot be read: expected cached or recompute, then if wanted "
@@ -167,7 +196,9 @@ def path_parts(text: str) -> tuple[str, str | None, str | None, str | None]:
 
 
 def split(text: str, separator: str) -> list[str]:
-    """Splits a text at a separator outside of brackets and quotes, and strips the parts; an empty text has none."""
+    """Splits a text at a separator outside of brackets and quotes, and strips the parts; an empty
+    text has none.
+    """
     parts, depth, begun, quote, escaped = [], 0, 0, "", False
     for index, character in enumerate(text):
         if quote:
@@ -214,12 +245,15 @@ def _written(value: Any) -> str:
     return str(value)
 
 
-# Lists -----------------------------------------------------------------------------------------------------------------
+# Lists --------------------------------------------------------------------------------------------
 
 
 def plugin_rows(kinds: Mapping[str, type]) -> list[dict[str, str]]:
     """A row of text for each plugin, as ``kvinterp list`` shows it."""
-    return [{"name": name, "values": fields_of(kind), "what it does": first_line(kind)} for name, kind in kinds.items()]
+    return [
+        {"name": name, "values": fields_of(kind), "what it does": first_line(kind)}
+        for name, kind in kinds.items()
+    ]
 
 
 def first_line(plugin: object) -> str:

@@ -1,10 +1,11 @@
 """The cells of unfinished work, one Parquet file each, and files that appear whole or not at all.
 
-A file is written beside its place and renamed, so that a killed process leaves the whole file or none. The cells of a run are
-under ``.cells`` in the folder of its result until the result is finished. Their folder is named by a digest of all that
-determines their numbers: a run with other weights, versions, threads or kernels has another folder and does not find them. Two
-runs may write into one folder at the same time: each writes whole files, and computes again the cells that the other has
-removed at its end.
+A file is written beside its place and renamed, so that a killed process leaves the whole file or
+none. The cells of a run are under ``.cells`` in the folder of its result until the result is
+finished. Their folder is named by a digest of all that
+determines their numbers: a run with other weights, versions, threads or kernels has another folder
+and does not find them. Two runs may write into one folder at the same time: each writes whole
+files, and computes again the cells that the other has removed at its end.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ Made = tuple[dict[str, pd.DataFrame], dict[str, Any]]
 """The content of a cell: tables by name, and further plain JSON values."""
 
 _ABOUT, _SETTINGS = "about", b"settings"
-"""The column of a cell's file that is no table; the key of its metadata for the settings that determine its numbers."""
+"""The column of a cell's file that is no table; the key of its metadata for the settings that
+determine its numbers.
+"""
 
 
 class Store:
@@ -42,15 +45,17 @@ class Store:
 
     Args:
         folder: The folder of its result; it need not exist.
-        settings: Everything that determines the numbers, as plain JSON values: the circumstances (versions, device, threads,
-            weights) in ``made_with``, and the user's choices.
+        settings: Everything that determines the numbers, as plain JSON values: the circumstances
+            (versions, device, threads, weights) in ``made_with``, and the user's choices.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder, self._settings = folder, strict_json(settings).encode()
         self._place = folder / CELLS / hashlib.sha256(self._settings).hexdigest()[:16]
 
-    def keep(self, key: str, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any] | None = None) -> None:
+    def keep(
+        self, key: str, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any] | None = None
+    ) -> None:
         """Writes the content of one cell.
 
         Raises:
@@ -58,20 +63,30 @@ class Store:
         """
         # The tables of a cell differ in their columns, so each is one value of the cell's only row.
         values = {name: table.to_parquet(None, index=False) for name, table in tables.items()}
-        columns = {name: [value] for name, value in {**values, _ABOUT: json.dumps(dict(about or {}))}.items()}
+        columns = {
+            name: [value]
+            for name, value in {**values, _ABOUT: json.dumps(dict(about or {}))}.items()
+        }
         cell = pa.table(columns).replace_schema_metadata({_SETTINGS: self._settings})
-        write_whole(self._place / f"{key}.parquet", lambda file: pq.write_table(cell, file, compression="NONE"))
+        write_whole(
+            self._place / f"{key}.parquet",
+            lambda file: pq.write_table(cell, file, compression="NONE"),
+        )
 
     def read(self, key: str) -> Made | None:
         """Reads the content of a cell; None where there is none that can be read."""
         try:
             (cell,) = _opened(self._place / f"{key}.parquet").read().to_pylist()
             about = json.loads(cell.pop(_ABOUT))
-            return {name: pd.read_parquet(io.BytesIO(content)) for name, content in cell.items()}, about
+            return {
+                name: pd.read_parquet(io.BytesIO(content)) for name, content in cell.items()
+            }, about
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-            log.warning("cell %s in %s cannot be read and is made again (%s)", key, self.folder, error)
+            log.warning(
+                "cell %s in %s cannot be read and is made again (%s)", key, self.folder, error
+            )
             return None
 
     def say_others(self) -> None:
@@ -82,7 +97,9 @@ class Store:
                 continue
             with contextlib.suppress(OSError, ValueError, KeyError, pa.ArrowException):
                 settings = _opened(cell).schema_arrow.metadata[_SETTINGS]
-                changed = differences(json.loads(settings), json.loads(self._settings)).replace("made_with.", "")
+                changed = differences(json.loads(settings), json.loads(self._settings)).replace(
+                    "made_with.", ""
+                )
                 sentence = "what an unfinished run left in %s is not used: it was made with other settings (%s)"
                 log.warning(sentence, self.folder, changed)
 
@@ -94,7 +111,9 @@ def _opened(path: Path) -> pq.ParquetFile:
 def check_finished(folder: Path) -> None:
     """Raises InputError for a folder that holds the cells of an unfinished run."""
     if any((folder / CELLS).rglob("*.parquet")):
-        raise InputError(f"folder {str(folder)!r} holds an unfinished run: give the same command again, which goes on.")
+        raise InputError(
+            f"folder {str(folder)!r} holds an unfinished run: give the same command again, which goes on."
+        )
 
 
 def clear_cells(folder: Path) -> None:
@@ -122,7 +141,11 @@ def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]
                 content(file)
             else:
                 # A page may show a file name that is not UTF-8: it is written as an escape.
-                file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+                file.write(
+                    content.encode("utf-8", "backslashreplace")
+                    if isinstance(content, str)
+                    else content
+                )
 
     with explaining_errors(path.parent):
         try:

@@ -19,7 +19,9 @@ PATHS = {
     "cached[refresh=16]": "the cache is computed again from the whole prefix every so many steps",
     "cached[smooth=0.5]": "attention reads the average of the cache, with this weight, and a recomputation",
 }
-"""The forms of a path and its options, by an example each; they go together: ``cached[chunk=16,prefill=stored]+q8_0@float32``."""
+"""The forms of a path and its options, by an example each; they go together:
+``cached[chunk=16,prefill=stored]+q8_0@float32``.
+"""
 PARTS = {
     "newest_row": "the newest row, computed alone at this step",
     "decoded_kv": "K and V of the decoded rows, each computed alone at its own step",
@@ -40,7 +42,9 @@ class _Named(dict[str, str]):
         return name
 
 
-RECOVERED = _Named(kl="KL", l2="L2 of the logits", margin="margin", logit_difference="logit difference")
+RECOVERED = _Named(
+    kl="KL", l2="L2 of the logits", margin="margin", logit_difference="logit difference"
+)
 """The quantity that a recovery is a share of, by the name of the distance."""
 UNCHANGED = "changed nothing"
 """Says that a patch had a donor equal to what it replaced."""

@@ -1,8 +1,9 @@
-"""What wings, and packages of others, hand to the core: found by entry points, imported when it is asked for.
+"""What wings, and packages of others, hand to the core: found by entry points, imported when it is
+asked for.
 
-The core imports no wing. It asks here for what may be there: a wing that is not installed hands nothing, so that its commands
-are not listed, and what cannot be done without it is refused in a sentence. A package of anybody's hands in the same way what
-it adds; pyproject.toml has the groups.
+The core imports no wing. It asks here for what may be there: a wing that is not installed hands
+nothing, so that its commands are not listed, and what cannot be done without it is refused in a
+sentence. A package of anybody's hands in the same way what it adds; pyproject.toml has the groups.
 
 ======================  ==========================================================================================
 ``kvinterp.commands``   modules, or packages of modules, with an :class:`Experiment` each: a command
@@ -26,7 +27,9 @@ from kvinterp.errors import InputError
 
 @functools.cache
 def handed(group: str) -> dict[str, EntryPoint]:
-    """What is handed in under ``kvinterp.GROUP``, by name, in alphabetical order; nothing is imported."""
+    """What is handed in under ``kvinterp.GROUP``, by name, in alphabetical order; nothing is
+    imported.
+    """
     return {point.name: point for point in sorted(entry_points(group=f"kvinterp.{group}"))}
 
 

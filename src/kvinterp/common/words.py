@@ -1,7 +1,8 @@
-"""The words that options accept, as types: an editor offers them, and a test compares each with the table that decides.
+"""The words that options accept, as types: an editor offers them, and a test compares each with the
+table that decides.
 
-An option that also accepts a text form or a list with commas has the type ``Word | str``. Values are checked where they are
-used, whatever the type says.
+An option that also accepts a text form or a list with commas has the type ``Word | str``. Values
+are checked where they are used, whatever the type says.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ ExperimentName = Literal[
 
 
 def dtype_word(dtype: object) -> str:
-    """The name in full that is meant, of a dtype or its name: ``float16`` for ``torch.float16`` and for ``fp16``."""
+    """The name in full that is meant, of a dtype or its name: ``float16`` for ``torch.float16`` and
+    for ``fp16``.
+    """
     name = str(dtype).removeprefix("torch.")
     return SHORT.get(name, name)

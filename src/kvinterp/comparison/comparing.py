@@ -1,4 +1,6 @@
-"""Runs a model along two paths side by side and says how far apart they are, at which step, layer, head and position."""
+"""Runs a model along two paths side by side and says how far apart they are, at which step, layer,
+head and position.
+"""
 
 from __future__ import annotations
 
@@ -75,23 +77,27 @@ def compare(
         strategy: How tokens are chosen; both paths draw from the same random number at each step.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
         seed: Seeds the random numbers.
-        continuation: Token ids to feed both paths (matched, one prompt) instead of the leading path's choices.
-        record: Sites to compare, out of the residual sites, pattern, the cache sites (``kv``) and ``routing``, or hooks by
-            TransformerLens's names (``blocks.1.attn.hook_pattern``), which are of one layer; ``""`` for none; for None
-            resid_post, pattern, kv and, in a mixture of experts, routing, without those that this model cannot give (the log
-            says which and why). Under SDPA, which shows no pattern, it is derived beside the kernel from queries and keys; the
-            tables say so.
+        continuation: Token ids to feed both paths (matched, one prompt) instead of the leading
+            path's choices.
+        record: Sites to compare, out of the residual sites, pattern, the cache sites (``kv``) and
+            ``routing``, or hooks by TransformerLens's names (``blocks.1.attn.hook_pattern``), which
+            are of one layer; ``""`` for none; for None resid_post, pattern, kv and, in a mixture of
+            experts, routing, without those that this model cannot give (the log says which and
+            why). Under SDPA, which shows no pattern, it is derived beside the kernel from queries
+            and keys; the tables say so.
         layers: Layers to compare (default: all).
         stop: ``"end of sequence"`` or ``"length"``.
         batch_size: Most prompts in a batch; used only where the bits were checked to stay the same.
-        cache_errors: ``"aggregated"`` gives the errors of K and V by step and by position separately; ``"whole"`` every
-            position at every step besides, which is quadratic in the steps.
+        cache_errors: ``"aggregated"`` gives the errors of K and V by step and by position
+            separately; ``"whole"`` every position at every step besides, which is quadratic in the
+            steps.
         progress: ``"bar"`` (on a terminal or in a notebook) or ``"none"``.
 
     Raises:
         InputError: An argument names something that does not exist, or does not fit the others.
         UnsupportedError: This kind of model cannot give a site.
-        NonFiniteError: NaN or Inf appeared with every prompt. Where only some prompts have it, ``failures`` lists them.
+        NonFiniteError: NaN or Inf appeared with every prompt. Where only some prompts have it,
+            ``failures`` lists them.
     """
     comparison = compare_examples(
         model, prompts, a, b, protocol=protocol, strategy=strategy, max_new_tokens=max_new_tokens, seed=seed,
@@ -100,7 +106,9 @@ def compare(
     )  # fmt: skip
     if comparison.examples.empty:
         first, count = comparison.failures.iloc[0], len(comparison.failures)
-        which = f"none of the {count} prompts can be compared; the first," if count > 1 else "prompt"
+        which = (
+            f"none of the {count} prompts can be compared; the first," if count > 1 else "prompt"
+        )
         raise NonFiniteError(f"{which} {shown(first['id'])}: {first['message']}")
     return comparison
 
@@ -114,7 +122,8 @@ def compare_examples(
     examples: Sequence[int] | None = None,
     **settings: Any,
 ) -> Comparison:
-    """Compares two paths as :func:`compare` does, but returns the comparison even if every prompt had NaN or Inf.
+    """Compares two paths as :func:`compare` does, but returns the comparison even if every prompt
+    had NaN or Inf.
 
     Args:
         model: A model of any kind, or an adapter.
@@ -150,18 +159,21 @@ def compare_each(
     progress: str = "none",
     lanes: tuple[Callable[..., Any], Callable[..., Any]] = (Runner, Runner),
 ) -> None:
-    """Compares two paths and passes each prompt's comparison to ``keep`` once its batch is done, so that memory stays small.
+    """Compares two paths and passes each prompt's comparison to ``keep`` once its batch is done, so
+    that memory stays small.
 
     Args:
         keep: Called with the number of each prompt and its comparison.
         model: As for :func:`compare`, and so are the other arguments but these:
-        examples: The number of each prompt in the tables and for the random numbers, where these prompts are some of a
-            longer list (a resumed or sharded run; default: 0, 1, 2, ...).
-        lanes: The class that advances each path, called as :class:`kvinterp.paths.Runner` is. Of another class no site can be
-            compared.
+        examples: The number of each prompt in the tables and for the random numbers, where these
+            prompts are some of a longer list (a resumed or sharded run; default: 0, 1, 2, ...).
+        lanes: The class that advances each path, called as :class:`kvinterp.paths.Runner` is. Of
+            another class no site can be compared.
     """
     if prompts is None:
-        raise InputError("no prompts were given: expected a text, a Prompt, token ids or a list of them; give some.")
+        raise InputError(
+            "no prompts were given: expected a text, a Prompt, token ids or a list of them; give some."
+        )
     adapter, paths = wrap(model), (path_named(a), path_named(b))
     check_choice("protocol", protocol, words.Protocol)
     check_choice("stop", stop, words.Stop)
@@ -170,7 +182,9 @@ def compare_each(
     check_seed(seed)
     items, _ = listed(prompts, adapter.tokenizer)
     if continuation is not None and (len(items) != 1 or protocol != "matched"):
-        raise InputError("continuation feeds one prompt in the matched protocol: give one prompt, or leave it out.")
+        raise InputError(
+            "continuation feeds one prompt in the matched protocol: give one prompt, or leave it out."
+        )
     forced = checked_continuation(continuation, len(items), adapter)
     # A list, because it is read more than once.
     layers = None if layers is None else chosen_layers(adapter, layers)
@@ -178,12 +192,21 @@ def compare_each(
     tokens = [encode(adapter, item, max_new_tokens) for item in items]
     named_prompts = [item if isinstance(item, Prompt) else Prompt(str(number), item if isinstance(item, str) else "")
                      for number, item in zip(numbers, items, strict=True)]  # fmt: skip
-    with located(f"model {adapter.facts.name}, {paths[0]} against {paths[1]}"), own_threads(adapter):
+    with (
+        located(f"model {adapter.facts.name}, {paths[0]} against {paths[1]}"),
+        own_threads(adapter),
+    ):
         compressed = _compressed(adapter, paths, tokens[0], max_new_tokens) if tokens else {}
-        sites, places = places_of(adapter, _sites_to_compare(adapter, record, layers, compressed), layers)
-        layers = sorted({layer for _, layer in places}) if places else chosen_layers(adapter, layers)
+        sites, places = places_of(
+            adapter, _sites_to_compare(adapter, record, layers, compressed), layers
+        )
+        layers = (
+            sorted({layer for _, layer in places}) if places else chosen_layers(adapter, layers)
+        )
         if sites and lanes != (Runner, Runner):
-            raise InputError(f"lanes of their own were given, which show no site, with record={record!r}: pass record=''.")
+            raise InputError(
+                f"lanes of their own were given, which show no site, with record={record!r}: pass record=''."
+            )
         pair = _Pair(
             adapter, paths, protocol, strategy_named(strategy), seed, max_new_tokens, forced, stop, places, layers,
             cache_errors, lanes, compressed,
@@ -192,13 +215,19 @@ def compare_each(
 
             def work(batch: Sequence[int]) -> list[None]:
                 comparisons = pair.compare_batch(
-                    [numbers[i] for i in batch], [tokens[i] for i in batch], [named_prompts[i].id for i in batch]
+                    [numbers[i] for i in batch],
+                    [tokens[i] for i in batch],
+                    [named_prompts[i].id for i in batch],
                 )
                 for i, comparison in zip(batch, comparisons, strict=True):
                     ids = {numbers[i]: tokens[i]}
-                    comparison.origin = Origin(weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, ids)
+                    comparison.origin = Origin(
+                        weakref.ref(adapter.model), adapter.facts.name, adapter.tokenizer, ids
+                    )
                     # Token ids have no text of their own, so their prompt is unknown.
-                    comparison.prompts = [named_prompts[i]] if isinstance(items[i], Prompt | str) else []
+                    comparison.prompts = (
+                        [named_prompts[i]] if isinstance(items[i], Prompt | str) else []
+                    )
                     keep(numbers[i], comparison)
                 bar.update(len(batch))
                 return [None] * len(batch)
@@ -207,7 +236,9 @@ def compare_each(
 
 
 CONTEXT = 4096
-"""The positions for which it is said what a cache takes: a context that models are used with, whatever the prompts here."""
+"""The positions for which it is said what a cache takes: a context that models are used with,
+whatever the prompts here.
+"""
 NULLS = 4
 """The null is measured on prompts of a smaller number: each takes two forwards."""
 
@@ -251,16 +282,24 @@ class _Pair:
             **self._cache_sizes(),
         )
         # Whether the two paths differ in nothing but the cache.
-        plain = all(dataclasses.replace(path, form="cached", dtype=None) == ExecutionPath() for path in self.paths)
+        plain = all(
+            dataclasses.replace(path, form="cached", dtype=None) == ExecutionPath()
+            for path in self.paths
+        )
         same_dtype = self.targets[0].dtype == self.targets[1].dtype
-        self.asks_prompt = self.asks_null = plain and same_dtype and self.paths[0].form != self.paths[1].form
+        self.asks_prompt = self.asks_null = (
+            plain and same_dtype and self.paths[0].form != self.paths[1].form
+        )
 
     def _cache_sizes(self) -> dict[str, Any]:
-        """The bytes of K and V of :data:`CONTEXT` positions on each side, where one of them has a format of its own.
+        """The bytes of K and V of :data:`CONTEXT` positions on each side, where one of them has a
+        format of its own.
 
         A side without a cache stands for the model's own cache in its dtype.
         """
-        if all(isinstance(path.policy, Identity) and path.cache_dtype is None for path in self.paths):
+        if all(
+            isinstance(path.policy, Identity) and path.cache_dtype is None for path in self.paths
+        ):
             return {}
         sizes: dict[str, Any] = {"context": CONTEXT}
         for side, path, target in zip("ab", self.paths, self.targets, strict=True):
@@ -278,7 +317,9 @@ class _Pair:
         choose = Drawing(self.strategy, self.seed, examples, self.steps, prompt.device)
         ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
         forced = fed_to_all(self.continuation, 2, len(prompts), prompt.device)
-        length = self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
+        length = (
+            self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
+        )
         newest = [_NewestRows(target, self.places) for target in self.targets]
         heads = range(facts.query_heads), range(facts.kv_heads)
         differences = Differences(self.layers, *heads, self.cache_errors, matched)
@@ -289,11 +330,15 @@ class _Pair:
             for lane, path, hook in zip(self.lanes, self.paths, newest, strict=True)
         ]
         with runners[0], runners[1]:
-            for step in lockstep(runners, length, choose, follows=[0, 0 if matched else 1], given=forced, ends=ends):
+            for step in lockstep(
+                runners, length, choose, follows=[0, 0 if matched else 1], given=forced, ends=ends
+            ):
                 collected.add(step)
                 probabilities += map(token_probability, step.logits, step.chosen)
                 if step.number == 0 and self.asks_prompt:
-                    unequal = (step.logits[0] != step.logits[1]).any(-1).nonzero().flatten().tolist()
+                    unequal = (
+                        (step.logits[0] != step.logits[1]).any(-1).nonzero().flatten().tolist()
+                    )
                 logits_a, logits_b = map(collected.tokens_only, step.logits)
                 differs = step.chosen[0] != step.chosen[1]
                 differences.add(
@@ -310,22 +355,35 @@ class _Pair:
             # Measured once: rounding does to every prompt what it does to one.
             row, self.asks_prompt = unequal[0], False
             self.prompt_differs = prompt_difference(self.targets[0], prompt[row : row + 1])
-        columns, frames = choices_by_row(probabilities, choose.distances), differences.frames(examples)
+        columns, frames = (
+            choices_by_row(probabilities, choose.distances),
+            differences.frames(examples),
+        )
         about = self._provenance_of(runners)
         tokens, fed, sound = collected.lists()
         stops = [] if ends is None else ends.tolist()
         steps = frames["steps"]
-        differing = set(steps.loc[steps["max_abs_logit"] > 0, "example"]) if self.asks_null else set()
+        differing = (
+            set(steps.loc[steps["max_abs_logit"] > 0, "example"]) if self.asks_null else set()
+        )
 
         def comparison_of(row: int) -> Comparison:
             count, failure = min(length_of(fed[side][row], stops) for side in (0, 1)), ""
             for side, path in enumerate(self.paths):
                 if not failure and not all(sound[side][row][:count]):
                     failure = first_nonfinite(
-                        self.adapter, path, prompts[row], fed[side][row][: count - 1], collected.padding
+                        self.adapter,
+                        path,
+                        prompts[row],
+                        fed[side][row][: count - 1],
+                        collected.padding,
                     )
             a, b = (np.asarray(tokens[side][row][:count]) for side in (0, 1))
-            texts = ("", "") if failure else (self.adapter.decode(a.tolist()), self.adapter.decode(b.tolist()))
+            texts = (
+                ("", "")
+                if failure
+                else (self.adapter.decode(a.tolist()), self.adapter.decode(b.tolist()))
+            )
             own = dict(about)
             if examples[row] in differing and examples[row] < NULLS and not failure:
                 text = prompt.new_tensor([[*prompts[row], *fed[0][row][: count - 1]]])
@@ -341,11 +399,16 @@ class _Pair:
     def _provenance_of(self, runners: Sequence[Any]) -> dict[str, Any]:
         """The provenance of one batch: the pair's, with its caches."""
         sides = dict(zip("ab", zip(self.paths, runners, strict=True), strict=True))
-        about = {**self.provenance, "caches": {side: runner.cache for side, (_, runner) in sides.items()}}
+        about = {
+            **self.provenance,
+            "caches": {side: runner.cache for side, (_, runner) in sides.items()},
+        }
         if self.compressed:
             about["compressed"] = self.compressed
         if self.prompt_differs is not None:
-            about["prompt_differs"] = dataclasses.asdict(self.prompt_differs) | {"said": self.prompt_differs.said}
+            about["prompt_differs"] = dataclasses.asdict(self.prompt_differs) | {
+                "said": self.prompt_differs.said
+            }
         return about
 
 
@@ -372,7 +435,8 @@ class _NewestRows(SiteHook):
         """
         layout = LAYOUTS[site]
         if layout.group == "residual" and tensor.dim() != layout.dimensions:
-            # Gemma 3n, DeepSeek-V4 and others carry several streams, which are mixed at every block.
+            # Gemma 3n, DeepSeek-V4 and others carry several streams, which are mixed at every
+            # block.
             raise UnsupportedError(
                 f"{site} of {self.architecture} is several residual streams side by side, of shape "
                 f"{tuple(tensor.shape)}, and cannot be compared as one: leave it out, as in record='kv'."
@@ -380,20 +444,27 @@ class _NewestRows(SiteHook):
         if layout.group != "cache":
             tensor = tensor.select(layout.rows, -1).clone()
         elif (ROWS, layer) in self.tensors:
-            # The rows that are left move to the front of a preallocated cache before they are compared.
+            # The rows that are left move to the front of a preallocated cache before they are
+            # compared.
             tensor = tensor.clone()
         self.tensors[site, layer] = tensor
 
 
-def _compressed(adapter: Adapter, paths: Sequence[ExecutionPath], prompt: Sequence[int], steps: int) -> dict[str, str]:
-    """What is said of each side whose cache is its user's own and drops rows: whether positions are counted from those left."""
+def _compressed(
+    adapter: Adapter, paths: Sequence[ExecutionPath], prompt: Sequence[int], steps: int
+) -> dict[str, str]:
+    """What is said of each side whose cache is its user's own and drops rows: whether positions are
+    counted from those left.
+    """
     said = dict[str, str]()
     for side, path in zip("ab", paths, strict=True):
         if path.form != "cached" or not isinstance(path.cache, MadeBy | Named) or not adapter.plain:
             continue
         target = adapter.at(dtype_named(path.dtype))
         length = min(len(prompt) + steps, target.facts.context)
-        tokens = torch.tensor([[*itertools.islice(itertools.cycle(prompt), length)]], device=target.device)
+        tokens = torch.tensor(
+            [[*itertools.islice(itertools.cycle(prompt), length)]], device=target.device
+        )
         make: Any = functools.partial(path.cache.make, target.config, length)
         if (found := counted(target, make, tokens)) is not None:
             said[side] = found.said
@@ -401,7 +472,10 @@ def _compressed(adapter: Adapter, paths: Sequence[ExecutionPath], prompt: Sequen
 
 
 def _sites_to_compare(
-    adapter: Adapter, record: Names | None, layers: Iterable[int] | int | None, compressed: Mapping[str, str]
+    adapter: Adapter,
+    record: Names | None,
+    layers: Iterable[int] | int | None,
+    compressed: Mapping[str, str],
 ) -> tuple[str, ...]:
     if record is None:
         names, left_out = recordable(adapter, None, chosen_layers(adapter, layers))

@@ -1,4 +1,6 @@
-"""The result of comparing two paths: tidy tables, their provenance, and a summary in a few sentences."""
+"""The result of comparing two paths: tidy tables, their provenance, and a summary in a few
+sentences.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,42 @@ from kvinterp import metrics
 from kvinterp.common.numbers import against, counted, models_of
 from kvinterp.common.result import Contents, Result, signed
 from kvinterp.comparison.attention_rows import within
-from kvinterp.comparison.findings import charts_of_comparison, headline_of, rows_of_comparison, where
+from kvinterp.comparison.findings import (
+    charts_of_comparison,
+    headline_of,
+    rows_of_comparison,
+    where,
+)
 from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, wrap
 
-TABLES = ("steps", "examples", "layers", "heads", "kv_steps", "kv_positions", "kv", "tokens", "attention_rows", "routing")
+TABLES = (
+    "steps",
+    "examples",
+    "layers",
+    "heads",
+    "kv_steps",
+    "kv_positions",
+    "kv",
+    "tokens",
+    "attention_rows",
+    "routing",
+)
 PARTS = (*TABLES, "failures")
 """The tables of a comparison, and with them the list of what could not be compared."""
 COLUMNS: dict[str, tuple[str, ...]] = {
     **Differences.columns(),
-    "examples": ("example", "id", "prompt_tokens", "steps", "flip_index", "token_divergence", "mean_kl"),
+    "examples": (
+        "example",
+        "id",
+        "prompt_tokens",
+        "steps",
+        "flip_index",
+        "token_divergence",
+        "mean_kl",
+    ),
     "tokens": ("example", "path", "position", "token", "text"),
     "failures": ("example", "id", "message"),
 }
@@ -56,37 +82,48 @@ class Origin:
 
 @dataclasses.dataclass(repr=False)
 class Comparison(Result):
-    """The distances of two paths. Every table is tidy: a row a number, named columns; divergences are in nats.
+    """The distances of two paths. Every table is tidy: a row a number, named columns; divergences
+    are in nats.
 
     Attributes:
-        steps: One row an example and step: token_a, token_b, kl, js, max_abs_logit, rms_logit, top1_agree, margin_a,
-            margin_b (logits), top_probability_difference, flipped, after_flip; probability_a and probability_b, what each path
-            gave its own chosen token (softmax of the logits: no temperature, no cut); boundary_a and boundary_b, how far that
-            choice was from another one in what the strategy decides by: for ``greedy`` the margin, in logits; for top_k and top_p
-            the distance from the number drawn to the nearer end of the token's stretch of cumulative probability, in [0, 1], NaN
-            where no other token could be drawn. NaN where nothing is known.
-        examples: One row an example: flip_index, token_divergence, mean_kl, mean_kl_before_flip, mean_kl_after_flip.
-        layers: One row an example, step, site and layer: l2, relative_l2, cosine, cosine_distance, the same without
-            the three largest dimensions (l2_without_top3, ...), after_flip.
-        heads: One row an example, step, layer and query head: kl of the attention pattern, after_flip, pattern (``recorded``,
-            or ``derived`` beside a kernel that shows none).
-        kv_steps: One row an example, step, tensor (K or V), layer and KV head: how many vectors were compared (one a
-            position that both paths hold) and how many differ; relative_error and ulp_mean on average, relative_error_max and
-            ulp_max at most; let_go_a and let_go_b, how many positions each path's policy let go of.
-        kv_positions: The same by absolute position instead of step, over the steps from 1 on, those after the flip apart.
-        kv: Only with ``cache_errors="whole"``: one row an example, step, tensor, layer, KV head and absolute position:
-            relative_error, ulp_mean, ulp_max, after_flip.
-        tokens: One row an example, path (``prompt``, ``a``, ``b``) and absolute position: token, text. A chosen token stands at
-            the position that it has if it is fed, so that of a step at prompt_tokens + step.
-        attention_rows: What the newest query attended to, at the step of each example's first flip and at its steps of largest KL
-            on the same text (three at most, within a budget: :mod:`kvinterp.comparison.attention_rows`): one row an example,
-            step, layer, query head and absolute position: a, b (probabilities), after_flip.
-        routing: Of a mixture of experts one row an example, step and layer with a router: changed (whether another set of experts
-            was chosen), difference (the largest of a router's logit), margin_a and margin_b (the least logit chosen less the
-            largest that was not), after_flip.
+        steps: One row an example and step: token_a, token_b, kl, js, max_abs_logit, rms_logit,
+            top1_agree, margin_a, margin_b (logits), top_probability_difference, flipped,
+            after_flip; probability_a and probability_b, what each path gave its own chosen token
+            (softmax of the logits: no temperature, no cut); boundary_a and boundary_b, how far that
+            choice was from another one in what the strategy decides by: for ``greedy`` the margin,
+            in logits; for top_k and top_p the distance from the number drawn to the nearer end of
+            the token's stretch of cumulative probability, in [0, 1], NaN where no other token could
+            be drawn. NaN where nothing is known.
+        examples: One row an example: flip_index, token_divergence, mean_kl, mean_kl_before_flip,
+            mean_kl_after_flip.
+        layers: One row an example, step, site and layer: l2, relative_l2, cosine, cosine_distance,
+            the same without the three largest dimensions (l2_without_top3, ...), after_flip.
+        heads: One row an example, step, layer and query head: kl of the attention pattern,
+            after_flip, pattern (``recorded``, or ``derived`` beside a kernel that shows none).
+        kv_steps: One row an example, step, tensor (K or V), layer and KV head: how many vectors
+            were compared (one a position that both paths hold) and how many differ; relative_error
+            and ulp_mean on average, relative_error_max and ulp_max at most; let_go_a and let_go_b,
+            how many positions each path's policy let go of.
+        kv_positions: The same by absolute position instead of step, over the steps from 1 on, those
+            after the flip apart.
+        kv: Only with ``cache_errors="whole"``: one row an example, step, tensor, layer, KV head and
+            absolute position: relative_error, ulp_mean, ulp_max, after_flip.
+        tokens: One row an example, path (``prompt``, ``a``, ``b``) and absolute position: token,
+            text. A chosen token stands at the position that it has if it is fed, so that of a step
+            at prompt_tokens + step.
+        attention_rows: What the newest query attended to, at the step of each example's first flip
+            and at its steps of largest KL
+            on the same text (three at most, within a budget:
+            :mod:`kvinterp.comparison.attention_rows`): one row an example, step, layer, query head
+            and absolute position: a, b (probabilities), after_flip.
+        routing: Of a mixture of experts one row an example, step and layer with a router: changed
+            (whether another set of experts was chosen), difference (the largest of a router's
+            logit), margin_a and margin_b (the least logit chosen less the largest that was not),
+            after_flip.
         failures: Examples left out because NaN or Inf appeared: example, id, message.
         provenance: Paths, protocol, strategy and provenance.
-        origin: Model and token ids, where it was made in this process; None where it was read from disk.
+        origin: Model and token ids, where it was made in this process; None where it was read from
+            disk.
         prompts: The prompts, in the order of the example numbers, where they are known.
     """
 
@@ -114,11 +151,15 @@ class Comparison(Result):
 
     @property
     def statistics(self) -> dict[str, float]:
-        """The statistics that ``llama-perplexity --kl-divergence`` prints, over all steps that have a KL."""
+        """The statistics that ``llama-perplexity --kl-divergence`` prints, over all steps that have
+        a KL.
+        """
         steps = self.steps
         steps = steps[steps["kl"].notna()] if "compared" in steps else steps
         return metrics.kl_statistics(
-            steps["kl"].to_numpy(), steps["top1_agree"].to_numpy(), steps["top_probability_difference"].to_numpy()
+            steps["kl"].to_numpy(),
+            steps["top1_agree"].to_numpy(),
+            steps["top_probability_difference"].to_numpy(),
         )
 
     def summary(self) -> dict[str, Any]:
@@ -138,7 +179,11 @@ class Comparison(Result):
             "max_abs_logit": _number(steps["max_abs_logit"].max()),
             "statistics": None if steps["kl"].isna().all() else self.statistics,
             "failures": self.failures.to_dict("records"),
-            "provenance": {k: v for k, v in self.provenance.items() if k not in ("paths", "protocol", "strategy")},
+            "provenance": {
+                k: v
+                for k, v in self.provenance.items()
+                if k not in ("paths", "protocol", "strategy")
+            },
         }
 
     def written(self) -> Contents:
@@ -174,20 +219,29 @@ class Comparison(Result):
         return self.examples.drop(columns=["text_a", "text_b"], errors="ignore")
 
     def same_text(self, table: pd.DataFrame) -> pd.DataFrame:
-        """The rows of a table at which both paths hold the same text: all but those after a flip in the free protocol.
+        """The rows of a table at which both paths hold the same text: all but those after a flip in
+        the free protocol.
 
         Args:
             table: One of the tables, or some rows of one.
         """
-        return table[~table["after_flip"].astype(bool)] if self.provenance["protocol"] == "free" else table
+        return (
+            table[~table["after_flip"].astype(bool)]
+            if self.provenance["protocol"] == "free"
+            else table
+        )
 
     @property
     def derived(self) -> tuple[str, ...]:
-        """The sites that were derived beside a kernel that does not show them, and not recorded from it."""
+        """The sites that were derived beside a kernel that does not show them, and not recorded
+        from it.
+        """
         return tuple(self.provenance.get("derived", ()))
 
     def where(self) -> str:
-        """Says whether the paths differ, when, and in which layer, head and cache position most; a line a finding."""
+        """Says whether the paths differ, when, and in which layer, head and cache position most; a
+        line a finding.
+        """
         return "\n".join(where(self))
 
     def __repr__(self) -> str:
@@ -197,13 +251,15 @@ class Comparison(Result):
 
     @classmethod
     def joined(cls, parts: Iterable[Comparison]) -> Comparison:
-        """Joins comparisons of one model along the same paths. Parts are read one at a time, so they need not all be in memory.
+        """Joins comparisons of one model along the same paths. Parts are read one at a time, so
+        they need not all be in memory.
 
         Args:
             parts: The comparisons.
 
         Raises:
-            InputError: Their provenance differs, so that averaging over them would mix unlike things.
+            InputError: Their provenance differs, so that averaging over them would mix unlike
+                things.
         """
         abouts: list[dict[str, Any]] = []
         pieces: dict[str, list[pd.DataFrame]] = {name: [] for name in PARTS}
@@ -213,9 +269,15 @@ class Comparison(Result):
             prompts += part.prompts
             origins.append(part.origin)
             first, of_one_part = abouts[0], ("caches", "prompt_differs", "null", "compressed")
-            unlike = sorted(key for key in first if key not in of_one_part and part.provenance.get(key) != first[key])
+            unlike = sorted(
+                key
+                for key in first
+                if key not in of_one_part and part.provenance.get(key) != first[key]
+            )
             if unlike:
-                raise InputError(f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart.")
+                raise InputError(
+                    f"comparisons made with different {', '.join(unlike)} cannot be joined: keep them apart."
+                )
             for name, piece in pieces.items():
                 piece.append(getattr(part, name))
             if len(abouts) % _TOGETHER == 0:
@@ -243,7 +305,9 @@ _TOGETHER = 32
 
 
 def _concatenated(tables: list[pd.DataFrame]) -> pd.DataFrame:
-    """Concatenates tables without the empty ones, whose columns have no types that would hold for the others."""
+    """Concatenates tables without the empty ones, whose columns have no types that would hold for
+    the others.
+    """
     return pd.concat([table for table in tables if len(table)] or tables[:1], ignore_index=True)
 
 
@@ -258,7 +322,11 @@ def _joined_origin(origins: Sequence[Origin | None]) -> Origin | None:
 def _joined_caches(abouts: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
     """The caches that each side used: some shapes may have a preallocated one and others not."""
     caches = [about["caches"] for about in abouts if "caches" in about]
-    return {"caches": {side: "; ".join(sorted({cache[side] for cache in caches})) for side in "ab"}} if caches else {}
+    return (
+        {"caches": {side: "; ".join(sorted({cache[side] for cache in caches})) for side in "ab"}}
+        if caches
+        else {}
+    )
 
 
 def _number(value: float) -> float | None:

@@ -1,4 +1,6 @@
-"""The findings and charts of a comparison: how often and how far logits differ, token margins, and where inside it differs."""
+"""The findings and charts of a comparison: how often and how far logits differ, token margins, and
+where inside it differs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ import pandas as pd
 from kvinterp.common.numbers import against, counted, every, machine_of, number
 from kvinterp.comparison.facts import decoded, evicted_rows, means_of
 from kvinterp.errors import in_one_line
-from kvinterp.findings import Chart, Finding, Panel, finding, findings_of, in_words, lines_of, median_of, share_of
+from kvinterp.findings import (
+    Chart,
+    Finding,
+    Panel,
+    finding,
+    findings_of,
+    in_words,
+    lines_of,
+    median_of,
+    share_of,
+)
 from kvinterp.metrics.recovery import ONLY_THE_PREFILL, TO_SEE_A_DIFFERENCE
 from kvinterp.metrics.statistics import mean_error
 
@@ -26,21 +38,34 @@ TO_SEE_WHAT_CARRIES_IT = (
 
 
 def rows_of_comparison(comparison: Comparison) -> list[Finding]:
-    """The findings of one comparison, over the steps at which both paths hold the same text unless they say otherwise."""
+    """The findings of one comparison, over the steps at which both paths hold the same text unless
+    they say otherwise.
+    """
     left = [finding("prompt left out", np.nan, note=row["message"], prompt=row["id"])
             for row in comparison.failures.to_dict("records")]  # fmt: skip
     if comparison.steps.empty:
         return left
-    parts = (_logit_rows, _first_tensor_rows, _layer_rows, _attention_rows, _routing_rows, _cache_rows)
+    parts = (
+        _logit_rows,
+        _first_tensor_rows,
+        _layer_rows,
+        _attention_rows,
+        _routing_rows,
+        _cache_rows,
+    )
     return [*(row for part in parts for row in part(comparison)), *left]
 
 
 def _flips_of(comparison: Comparison) -> Finding:
-    """The share of tokens that flip where both paths are fed the same ones, else of prompts in which one does."""
+    """The share of tokens that flip where both paths are fed the same ones, else of prompts in
+    which one does.
+    """
     steps, flips = comparison.steps, comparison.examples["flip_index"].notna()
     if comparison.provenance["protocol"] == "free":
         return share_of("prompts in which a token flips", flips.to_numpy())
-    return share_of("tokens that flip", steps["flipped"].to_numpy(), steps["example"], unit="tokens")
+    return share_of(
+        "tokens that flip", steps["flipped"].to_numpy(), steps["example"], unit="tokens"
+    )
 
 
 def _median_kl(comparison: Comparison) -> Finding:
@@ -51,7 +76,9 @@ def _median_kl(comparison: Comparison) -> Finding:
 
 
 def _saved(comparison: Comparison) -> tuple[str, dict[str, int]]:
-    """The side whose cache takes fewer bytes, and the bytes of both with the context; nothing where they take as many."""
+    """The side whose cache takes fewer bytes, and the bytes of both with the context; nothing where
+    they take as many.
+    """
     sizes = comparison.provenance.get("cache_bytes", {})
     if not sizes or sizes["a"] == sizes["b"]:
         return "", {}
@@ -62,15 +89,23 @@ def _logit_rows(comparison: Comparison) -> Iterator[Finding]:
     steps, examples = comparison.same_text(comparison.steps), comparison.examples
     compared = steps.dropna(subset=["max_abs_logit"])
     differ = (compared["max_abs_logit"] > 0).to_numpy()
-    advice = TO_SEE_A_DIFFERENCE.rstrip(".") if steps["step"].any() and not comparison.provenance.get("lets_go") else ""
+    advice = (
+        TO_SEE_A_DIFFERENCE.rstrip(".")
+        if steps["step"].any() and not comparison.provenance.get("lets_go")
+        else ""
+    )
     note = f"first at step {int(compared.loc[differ, 'step'].min())}" if differ.any() else advice
     if "compared" in steps:
         without, none = int(steps["kl"].isna().sum()), len(steps) - len(compared)
         note = f"compared at {steps['compared'].min()} to {steps['compared'].max()} tokens a step"
         note += f"; KL not given at {without} of {counted(len(steps), 'step')}, where some token's log-prob is not"
         note += f"; no token is given by both sides at {counted(none, 'step')}" if none else ""
-    yield share_of("steps whose logits differ", differ, compared["example"], unit="steps", note=note)
-    yield finding("largest difference of a logit", steps["max_abs_logit"].max(), n=len(steps), unit="steps")
+    yield share_of(
+        "steps whose logits differ", differ, compared["example"], unit="steps", note=note
+    )
+    yield finding(
+        "largest difference of a logit", steps["max_abs_logit"].max(), n=len(steps), unit="steps"
+    )
     if null := comparison.provenance.get("null"):
         yield finding("the same of two recomputations", null["max_abs_logit"], n=null["positions"], unit="positions",
                       note="one of a longer text")  # fmt: skip
@@ -94,21 +129,31 @@ def _logit_rows(comparison: Comparison) -> Iterator[Finding]:
     # The margin does not decide a sampled token.
     if comparison.provenance["strategy"] == "greedy" and np.isfinite(margins).any():
         smallest = margins[np.isfinite(margins)].min()
-        yield finding("smallest margin of a decision", smallest, n=len(steps), unit="steps", measure="logits")
+        yield finding(
+            "smallest margin of a decision", smallest, n=len(steps), unit="steps", measure="logits"
+        )
 
 
 def _beyond_rounding(comparison: Comparison) -> dict[str, Any] | None:
-    """Where two models are first further apart than rounding, if that was measured; empty where they nowhere are."""
+    """Where two models are first further apart than rounding, if that was measured; empty where
+    they nowhere are.
+    """
     about = comparison.provenance.get("two_models")
     return None if about is None or "jump" not in about else about["jump"] or {}
 
 
 def _first_tensor_rows(comparison: Comparison) -> Iterator[Finding]:
-    """Names the first tensor of two traces, in the order of the computation, that differs; of two models, beyond rounding."""
+    """Names the first tensor of two traces, in the order of the computation, that differs; of two
+    models, beyond rounding.
+    """
     first, jump = comparison.provenance.get("first"), _beyond_rounding(comparison)
     if jump is not None:
         if jump and jump["site"] != "logits":
-            note = f"{number(jump['apart'] / jump['rounding'])} times what rounding does" if jump["rounding"] else ""
+            note = (
+                f"{number(jump['apart'] / jump['rounding'])} times what rounding does"
+                if jump["rounding"]
+                else ""
+            )
             yield finding("first recorded tensor that differs by more than rounding, relative L2",
                           jump["apart"] / jump["size"], n=1, unit="prompts", layer=jump["layer"],
                           tensor=_tensor_name(jump["site"]), note=note)  # fmt: skip
@@ -130,7 +175,11 @@ def _layer_rows(comparison: Comparison) -> Iterator[Finding]:
         medians = rows.groupby("layer")["relative_l2"].median().dropna()
         above, what = medians.index[medians > 0], "the first layer above 0"
         if "jump" in about:
-            far = {row["layer"] for row in about["distances"] if row["site"] == site and row["apart"] > row["rounding"]}
+            far = {
+                row["layer"]
+                for row in about["distances"]
+                if row["site"] == site and row["apart"] > row["rounding"]
+            }
             above, what = medians.index[medians.index.isin(far)], "the first layer beyond rounding"
         for layer in dict.fromkeys([*above[:1], *medians.index[-1:]]):
             note = what if layer in above[:1] else ""
@@ -142,7 +191,11 @@ def _attention_rows(comparison: Comparison) -> Iterator[Finding]:
     means = means_of(comparison, "heads", ("layer", "head"), "kl").dropna()
     if means.empty:
         return
-    derived = "derived beside a fused kernel, which shows no pattern" if "pattern" in comparison.derived else ""
+    derived = (
+        "derived beside a fused kernel, which shows no pattern"
+        if "pattern" in comparison.derived
+        else ""
+    )
     layer, head = means.idxmax() if means.max() > 0 else (np.nan, np.nan)
     prompts = decoded(comparison, "heads")["example"].nunique()
     yield finding("largest mean KL of an attention head", means.max(), n=prompts, measure="nats", note=derived, layer=layer,
@@ -154,7 +207,13 @@ def _routing_rows(comparison: Comparison) -> Iterator[Finding]:
     if len(table):
         changed = table.loc[table["changed"].astype(bool), "layer"]
         note = f"first in layer {changed.min()}" if len(changed) else ""
-        yield share_of("choices of experts that change", table["changed"], table["example"], unit="choices", note=note)
+        yield share_of(
+            "choices of experts that change",
+            table["changed"],
+            table["example"],
+            unit="choices",
+            note=note,
+        )
 
 
 def _cache_rows(comparison: Comparison) -> Iterator[Finding]:
@@ -170,13 +229,18 @@ def _cache_rows(comparison: Comparison) -> Iterator[Finding]:
         count, differing = int(group["vectors"].sum()), int(group["differing"].sum())
         # Equal vectors are 0 units apart and add nothing to the sum.
         units = (group["ulp_mean"] * group["vectors"]).sum() / max(differing, 1)
-        note = f"those differ by {number(units)} units in the last place on average" if differing else ""
+        note = (
+            f"those differ by {number(units)} units in the last place on average"
+            if differing
+            else ""
+        )
         yield finding(f"K and V vectors of the {name} that differ", differing / count, n=count, unit="vectors", measure="%",
                       note=note)  # fmt: skip
     means = means_of(comparison, "kv_positions", ("tensor", "layer", "kv_head"), "relative_error")
     if means.max() > 0:
         tensor, layer, head = means.idxmax()
-        # A few huge channels make a vector long and its relative error small, however much attention minds it.
+        # A few huge channels make a vector long and its relative error small, however much
+        # attention minds it.
         note = f"of a vector's own length, which is no share of the logits' difference: {TO_SEE_WHAT_CARRIES_IT}"
         yield finding("largest mean relative error of K and V", means.max(), n=int(rows["vectors"].sum()), unit="vectors",
                       tensor=tensor, layer=layer, head=head, note=note)  # fmt: skip
@@ -186,10 +250,12 @@ def _cache_rows(comparison: Comparison) -> Iterator[Finding]:
 
 
 def _beside_null(null: Mapping[str, Any] | None, largest: float, steps: int) -> str:
-    """Says in a sentence how large a difference of a logit is beside that of two recomputations; empty where none were made.
+    """Says in a sentence how large a difference of a logit is beside that of two recomputations;
+    empty where none were made.
 
-    The largest of N steps is compared with the largest of n positions: of numbers whose tail is no heavier than that of 1/x it is
-    N/n times as large, so that far it is said to be of the same size.
+    The largest of N steps is compared with the largest of n positions: of numbers whose tail is no
+    heavier than that of 1/x it is N/n times as large, so that far it is said to be of the same
+    size.
     """
     if not null:
         return ""
@@ -206,12 +272,20 @@ def _cost_said(comparison: Comparison) -> list[str]:
     """Says what a cache of its own format costs and saves: tokens that flip, the KL, and bytes."""
     flips, kl, about = _flips_of(comparison), _median_kl(comparison), comparison.provenance
     count, rate, typical = round(flips["estimate"] * flips["n"]), in_words(flips), in_words(kl)
-    within = f" ({rate['estimate']}, 95% interval {rate['interval']})" if rate["interval"] else f" ({rate['estimate']})"
+    within = (
+        f" ({rate['estimate']}, 95% interval {rate['interval']})"
+        if rate["interval"]
+        else f" ({rate['estimate']})"
+    )
     first = f"In {count} of {counted(flips['n'], 'prompt')} a token flips{within}."
     if about["protocol"] != "free":
         reached = comparison.examples["flip_index"].notna().to_numpy()
         ends = in_words(share_of("", reached))["interval"]
-        where = f", in {int(reached.sum())} of {counted(len(reached), 'prompt')}" if count or not rate["interval"] else ""
+        where = (
+            f", in {int(reached.sum())} of {counted(len(reached), 'prompt')}"
+            if count or not rate["interval"]
+            else ""
+        )
         # Tokens of few prompts have no interval of their own.
         where += f" (95% interval {ends})" if where and not rate["interval"] else ""
         flip = "flips" if count == 1 else "flip"
@@ -232,8 +306,14 @@ def _cost_said(comparison: Comparison) -> list[str]:
 
 
 def headline_of(comparison: Comparison) -> list[str]:
-    """Says in a sentence each whether the prompt itself differs, the paths agree bit for bit, and a token flips."""
-    steps, examples, about = comparison.same_text(comparison.steps), comparison.examples, comparison.provenance
+    """Says in a sentence each whether the prompt itself differs, the paths agree bit for bit, and a
+    token flips.
+    """
+    steps, examples, about = (
+        comparison.same_text(comparison.steps),
+        comparison.examples,
+        comparison.provenance,
+    )
     differing = steps[steps["max_abs_logit"] > 0]
     flips, decodes = examples["flip_index"].dropna(), counted(len(examples), "decode")
     if differing.empty and not steps["step"].any():
@@ -241,11 +321,17 @@ def headline_of(comparison: Comparison) -> list[str]:
     if steps["max_abs_logit"].isna().all():
         return ["Nothing can be compared: no token is given by both sides."]
     steps = steps.dropna(subset=["max_abs_logit"])
-    subject, largest = " and ".join(about["paths"].values()), float(differing["max_abs_logit"].max())
+    subject, largest = (
+        " and ".join(about["paths"].values()),
+        float(differing["max_abs_logit"].max()),
+    )
     differ = f"{len(differing)} of {counted(len(steps), 'step')}, by {number(largest)} at most"
     if "cache_bytes" in about:
         same = f"The logits are the same, bit for bit, at {every(len(steps), 'step')}."
-        return [*_cost_said(comparison), same if differing.empty else f"The logits differ at {differ}."]
+        return [
+            *_cost_said(comparison),
+            same if differing.empty else f"The logits differ at {differ}.",
+        ]
     beside = _beside_null(about.get("null"), largest, len(steps))
     return [
         *([about["prompt_differs"]["said"]] if "prompt_differs" in about else []),
@@ -263,7 +349,8 @@ def headline_of(comparison: Comparison) -> list[str]:
 
 
 OWN_GENERATE = (
-    "TransformerLens's own generate() feeds its cache in a loop of its own, which no path here is: kvinterp audit tries it."
+    "TransformerLens's own generate() feeds its cache in a loop of its own, which no path here is: "
+    "kvinterp audit tries it."
 )
 
 
@@ -271,74 +358,128 @@ def where(comparison: Comparison) -> list[str]:
     """Lists what was compared and whether it differs, then every finding, a line each."""
     about = comparison.provenance
     setting = ", ".join(about[name] for name in ("kind", "dtype", "protocol"))
-    sentences = ["no prompt could be compared."] if comparison.steps.empty else headline_of(comparison)
+    sentences = (
+        ["no prompt could be compared."] if comparison.steps.empty else headline_of(comparison)
+    )
     machine = f"; {machine_of(about)}" if "device" in about else ""
     head = f"{against(about)} on {about['model']} ({setting}{machine}): {' '.join(sentences)}"
     hint = [OWN_GENERATE] * (about["kind"] in ("hooked", "bridge"))
-    dropped = [f"{about['paths'][side]} drops rows, and {said}." for side, said in about.get("compressed", {}).items()]
+    dropped = [
+        f"{about['paths'][side]} drops rows, and {said}."
+        for side, said in about.get("compressed", {}).items()
+    ]
     dropped += [said["said"] for said in [about.get("two_models")] if said]
     dropped += about.get("matches", [])
-    return [in_one_line(head), *dropped, *lines_of(findings_of(rows_of_comparison(comparison))), *hint]
+    return [
+        in_one_line(head),
+        *dropped,
+        *lines_of(findings_of(rows_of_comparison(comparison))),
+        *hint,
+    ]
 
 
-# Charts ----------------------------------------------------------------------------------------------------------------
+# Charts -------------------------------------------------------------------------------------------
 
 
 def charts_of_comparison(comparison: Comparison) -> dict[str, Chart]:
     """Makes one chart of each kind that the tables allow, by the name of its figure."""
     derived = " (derived)" * ("pattern" in comparison.derived)
     panels_and_titles: dict[str, tuple[list[Panel], str]] = {
-        "kl_by_step": (_kl_by_step(comparison), "KL at each step (points: prompts; lines: medians)"),
+        "kl_by_step": (
+            _kl_by_step(comparison),
+            "KL at each step (points: prompts; lines: medians)",
+        ),
         "drift_by_layer": (_drift_by_layer(comparison), "Difference by layer (median, quartiles)"),
-        "attention_by_head": (_attention_by_head(comparison), f"Mean attention KL by layer and head{derived}"),
-        "kv_by_position": (_kv_by_position(comparison), "Error of K and V by position (dashes: the prompt ends)"),
+        "attention_by_head": (
+            _attention_by_head(comparison),
+            f"Mean attention KL by layer and head{derived}",
+        ),
+        "kv_by_position": (
+            _kv_by_position(comparison),
+            "Error of K and V by position (dashes: the prompt ends)",
+        ),
     }
     protocol = comparison.provenance["protocol"]
-    return {name: Chart(f"{title}, {protocol}", panels) for name, (panels, title) in panels_and_titles.items() if panels}
+    return {
+        name: Chart(f"{title}, {protocol}", panels)
+        for name, (panels, title) in panels_and_titles.items()
+        if panels
+    }
 
 
 def _kl_by_step(comparison: Comparison) -> list[Panel]:
     steps = comparison.steps
     if steps.empty:
         return []
-    table = steps.assign(label=comparison.provenance["protocol"], first=steps["flipped"] & ~steps["after_flip"])
+    table = steps.assign(
+        label=comparison.provenance["protocol"], first=steps["flipped"] & ~steps["after_flip"]
+    )
     return [Panel(table, "step", "kl", "medians", color="label", mark=("first", "first flipped token"), label="KL (nats)",
                   xlabel="decode step (0 is the token the prefill decides)")]  # fmt: skip
 
 
 def _drift_by_layer(comparison: Comparison) -> list[Panel]:
-    rows, protocol = decoded(comparison, "layers", _first_step(comparison, "layers")), comparison.provenance["protocol"]
+    rows, protocol = (
+        decoded(comparison, "layers", _first_step(comparison, "layers")),
+        comparison.provenance["protocol"],
+    )
     lines = []
     for site, of_site in rows.groupby("site", sort=False):
         line = of_site.groupby("layer")["relative_l2"].quantile([0.25, 0.5, 0.75]).unstack()
-        lines.append(line.set_axis(["low", "median", "high"], axis=1).reset_index().assign(line=f"{protocol}, {site}"))
+        lines.append(
+            line.set_axis(["low", "median", "high"], axis=1)
+            .reset_index()
+            .assign(line=f"{protocol}, {site}")
+        )
     if not lines:
         return []
     table, name = pd.concat(lines, ignore_index=True), "each site"
     if len(lines) == 1:
         table, name = table.assign(line=protocol), rows["site"].iloc[0]
-    return [Panel(table, "layer", "median", color="line", label=f"relative L2 difference\nof {name}")]
+    return [
+        Panel(table, "layer", "median", color="line", label=f"relative L2 difference\nof {name}")
+    ]
 
 
 def _attention_by_head(comparison: Comparison) -> list[Panel]:
     means = (
-        means_of(comparison, "heads", ("layer", "head"), "kl", _first_step(comparison, "heads")).rename("kl").reset_index()
+        means_of(comparison, "heads", ("layer", "head"), "kl", _first_step(comparison, "heads"))
+        .rename("kl")
+        .reset_index()
     )
     if means.empty:
         return []
-    return [Panel(means, "head", "layer", "map", "kl", label="mean KL of attention (nats)", xlabel="query head")]
+    return [
+        Panel(
+            means,
+            "head",
+            "layer",
+            "map",
+            "kl",
+            label="mean KL of attention (nats)",
+            xlabel="query head",
+        )
+    ]
 
 
 def _kv_by_position(comparison: Comparison) -> list[Panel]:
     rows, examples = decoded(comparison, "kv_positions"), comparison.examples
     if rows.empty:
         return []
-    example = examples[examples["example"].isin(rows["example"])].sort_values("steps", kind="stable").iloc[-1]
+    example = (
+        examples[examples["example"].isin(rows["example"])]
+        .sort_values("steps", kind="stable")
+        .iloc[-1]
+    )
     prompt, keys = int(example["prompt_tokens"]), ("tensor", "layer", "position")
-    table = mean_error(rows[rows["example"] == example["example"]], keys).rename("error").reset_index()
+    table = (
+        mean_error(rows[rows["example"] == example["example"]], keys).rename("error").reset_index()
+    )
     positions = range(table["position"].min(), table["position"].max() + 1)
     # Positions that the two paths never both held stay in the chart, without a value.
-    places = pd.MultiIndex.from_product([table["tensor"].unique(), table["layer"].unique(), positions], names=keys)
+    places = pd.MultiIndex.from_product(
+        [table["tensor"].unique(), table["layer"].unique(), positions], names=keys
+    )
     table = table.set_index([*keys]).reindex(places).reset_index()
     return [Panel(table, "position", "layer", "map", "error", facet="tensor", columns=1, label="mean relative error",
                   level=prompt if prompt in positions else None,
@@ -346,5 +487,7 @@ def _kv_by_position(comparison: Comparison) -> list[Panel]:
 
 
 def _first_step(comparison: Comparison, table: str) -> int:
-    """The first step of a chart: 1, or 0 if the table has no later step at which both paths hold the same text."""
+    """The first step of a chart: 1, or 0 if the table has no later step at which both paths hold
+    the same text.
+    """
     return int(len(decoded(comparison, table)) > 0)

@@ -22,8 +22,8 @@ def recordable(
 
     Args:
         adapter: The model.
-        record: Sites, which must all exist, or None for those of :data:`DEFAULT_RECORD` that the model can give, with
-            ``routing`` if it has routers.
+        record: Sites, which must all exist, or None for those of :data:`DEFAULT_RECORD` that the
+            model can give, with ``routing`` if it has routers.
         layers: The layers they are recorded at.
 
     Returns:
@@ -35,7 +35,9 @@ def recordable(
     if record is not None:
         names = listed_names(record)
         _check(adapter, names, layers)
-        return expand_sites(names) if all(hook_of(name) is None for name in names) else tuple(names), {}
+        return expand_sites(names) if all(hook_of(name) is None for name in names) else tuple(
+            names
+        ), {}
     available: list[str] = []
     left_out: dict[str, str] = {}
     routed = any(adapter.supports("experts", layer) for layer in layers)

@@ -1,4 +1,6 @@
-"""Cuts the tables of one example out of its batch's and adds its tokens, their probabilities and what follows a flip."""
+"""Cuts the tables of one example out of its batch's and adds its tokens, their probabilities and
+what follows a flip.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,29 @@ from kvinterp.comparison.comparison import Comparison
 
 
 def token_probability(logits: Tensor, tokens: Tensor) -> Tensor:
-    """The probability of each row's token under the softmax of its logits, float64; no temperature, no cut.
+    """The probability of each row's token under the softmax of its logits, float64; no temperature,
+    no cut.
 
     Args:
         logits: ``[batch, vocab]``.
         tokens: ``[batch]``.
     """
-    # Softmax and not a sum of exponentials of one's own: a row's bits do not depend on the batch it is in.
+    # Softmax and not a sum of exponentials of one's own: a row's bits do not depend on the batch it
+    # is in.
     return torch.softmax(logits.double(), -1).gather(-1, tokens[:, None])[:, 0]
 
 
 def choices_by_row(chosen: list[Tensor], distances: list[Tensor]) -> list[dict[str, np.ndarray]]:
-    """Returns, for each row of the batch, the columns about its choices that go into its table of steps.
+    """Returns, for each row of the batch, the columns about its choices that go into its table of
+    steps.
 
     Args:
         chosen: Path by path and step by step, how probable the chosen tokens were.
         distances: Likewise how far each choice was from another one; infinite for never.
     """
     probabilities, boundaries = (
-        torch.stack([torch.stack(values[path::2], -1) for path in (0, 1)]).cpu().numpy() for values in (chosen, distances)
+        torch.stack([torch.stack(values[path::2], -1) for path in (0, 1)]).cpu().numpy()
+        for values in (chosen, distances)
     )
     # No other token could be drawn: there is no distance.
     boundaries = np.where(np.isinf(boundaries), np.nan, boundaries)
@@ -65,9 +71,11 @@ def comparison_of_example(
         tokens: The tokens each path chose, as far as both are compared.
         texts: The texts of these tokens.
         about: The comparison's provenance.
-        choices: The columns that :func:`choices_by_row` gives for this row, as far as they are known.
+        choices: The columns that :func:`choices_by_row` gives for this row, as far as they are
+            known.
         pieces: Returns the text of each token alone; by default its number.
-        failure: Why the example could not be compared. If it is not empty, the comparison holds nothing else.
+        failure: Why the example could not be compared. If it is not empty, the comparison holds
+            nothing else.
     """
     if failure:
         prompt, tokens = (), (np.zeros(0, np.int64),) * 2
@@ -79,7 +87,10 @@ def comparison_of_example(
             rows &= frame["step"].to_numpy() < count
         tables[table] = frame[rows].reset_index(drop=True)
     steps = _steps(tables["steps"], *tokens, choices, about)
-    flips, after = steps.index[steps["flipped"]], steps["step"].to_numpy()[steps["after_flip"].to_numpy()]
+    flips, after = (
+        steps.index[steps["flipped"]],
+        steps["step"].to_numpy()[steps["after_flip"].to_numpy()],
+    )
     row = {
         "example": example,
         "id": name,
@@ -103,15 +114,27 @@ def comparison_of_example(
     tables |= {"steps": steps, "heads": tables["heads"].assign(pattern=source)}
     # Empty but typed: when tables are joined, its columns must not turn the others' into objects.
     examples = pd.DataFrame([row]).iloc[: int(not failure)]
-    failures = pd.DataFrame([{"example": example, "id": name, "message": failure}]).iloc[: int(bool(failure))]
-    tables |= {"tokens": _token_rows(example, prompt, tokens, pieces), "examples": examples, "failures": failures}
+    failures = pd.DataFrame([{"example": example, "id": name, "message": failure}]).iloc[
+        : int(bool(failure))
+    ]
+    tables |= {
+        "tokens": _token_rows(example, prompt, tokens, pieces),
+        "examples": examples,
+        "failures": failures,
+    }
     return Comparison(**tables, provenance=about)
 
 
 def _steps(
-    steps: pd.DataFrame, a: np.ndarray, b: np.ndarray, choices: Mapping[str, np.ndarray], about: Mapping[str, Any]
+    steps: pd.DataFrame,
+    a: np.ndarray,
+    b: np.ndarray,
+    choices: Mapping[str, np.ndarray],
+    about: Mapping[str, Any],
 ) -> pd.DataFrame:
-    """Adds to the table of steps both paths' tokens, flips, and the columns of :func:`choices_by_row` (NaN if unknown)."""
+    """Adds to the table of steps both paths' tokens, flips, and the columns of
+    :func:`choices_by_row` (NaN if unknown).
+    """
     steps = steps.sort_values("step", ignore_index=True)
     flipped, unknown = a != b, np.full(len(a), np.nan)
     first = int(flipped.argmax()) if flipped.any() else len(a)
@@ -122,7 +145,9 @@ def _steps(
         # A greedy choice is as far from another one as its logits' margin.
         columns |= {f"boundary_{side}": steps[f"margin_{side}"].to_numpy() for side in "ab"}
     front = {"example": steps["example"], "step": steps["step"], "token_a": a, "token_b": b}
-    return pd.DataFrame(front).assign(**{name: steps[name] for name in steps if name not in front}, **columns)
+    return pd.DataFrame(front).assign(
+        **{name: steps[name] for name in steps if name not in front}, **columns
+    )
 
 
 def _token_rows(
@@ -131,7 +156,9 @@ def _token_rows(
     tokens: tuple[np.ndarray, np.ndarray],
     pieces: Callable[[Sequence[int]], list[str]],
 ) -> pd.DataFrame:
-    """The table of tokens: the prompt's and those each path chose, each at the position it has when it is fed."""
+    """The table of tokens: the prompt's and those each path chose, each at the position it has when
+    it is fed.
+    """
     paths = {"prompt": np.asarray(prompt, np.int64), "a": tokens[0], "b": tokens[1]}
     every = np.concatenate([*paths.values()])
     unique = np.unique(every).astype(np.int64).tolist()
@@ -141,7 +168,9 @@ def _token_rows(
         {
             "example": np.full(len(every), example, np.int64),
             "path": pd.Series(np.repeat([*paths], [*map(len, paths.values())]), dtype=str),
-            "position": np.concatenate([np.arange(len(ids)) + starts[path] for path, ids in paths.items()]),
+            "position": np.concatenate(
+                [np.arange(len(ids)) + starts[path] for path, ids in paths.items()]
+            ),
             "token": every,
             "text": pd.Series([texts[token] for token in every.tolist()], dtype=str),
         }

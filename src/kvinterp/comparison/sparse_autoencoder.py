@@ -1,8 +1,9 @@
-"""Sparse autoencoders in the form that SAELens saves, so that features can be read with no package but torch and safetensors.
+"""Sparse autoencoders in the form that SAELens saves, so that features can be read with no package
+but torch and safetensors.
 
-SAELens (https://github.com/decoderesearch/SAELens) writes a folder with ``cfg.json`` and ``sae_weights.safetensors``. The common
-architectures are read here; of the others its own objects serve as well, since :func:`kvinterp.which_run` takes anything with
-``encode(x)``.
+SAELens (https://github.com/decoderesearch/SAELens) writes a folder with ``cfg.json`` and
+``sae_weights.safetensors``. The common architectures are read here; of the others its own objects
+serve as well, since :func:`kvinterp.which_run` takes anything with ``encode(x)``.
 """
 
 from __future__ import annotations
@@ -29,16 +30,21 @@ from kvinterp.models.hook_names import hook_of
 
 ARCHITECTURES = ("standard", "topk", "jumprelu")
 _ABOUT, _TENSORS = "cfg.json", "sae_weights.safetensors"
-_PLAIN = {"normalize_activations": "none", "reshape_activations": "none", "rescale_acts_by_decoder_norm": False}
+_PLAIN = {
+    "normalize_activations": "none",
+    "reshape_activations": "none",
+    "rescale_acts_by_decoder_norm": False,
+}
 """The settings of SAELens that are read at these values only."""
 
 
 class SparseAutoencoder(nn.Module):
-    """Features of one site of a model: ``x`` is about ``decode(encode(x))``, where few features fire.
+    """Features of one site of a model: ``x`` is about ``decode(encode(x))``, where few features
+    fire.
 
     Args:
-        architecture: ``"standard"`` (ReLU), ``"topk"`` (the k largest; arXiv 2406.04093) or ``"jumprelu"`` (those above a
-            threshold each; arXiv 2407.14435).
+        architecture: ``"standard"`` (ReLU), ``"topk"`` (the k largest; arXiv 2406.04093) or
+            ``"jumprelu"`` (those above a threshold each; arXiv 2407.14435).
         width: The width of the site.
         features: How many features.
         k: The most features that fire, for ``"topk"``.
@@ -56,9 +62,20 @@ class SparseAutoencoder(nn.Module):
         subtracts: bool = True,
     ) -> None:
         super().__init__()
-        self.architecture, self.k, self.metadata, self.subtracts = architecture, k, dict(metadata or {}), subtracts
-        self.W_enc, self.b_enc = nn.Parameter(torch.zeros(width, features)), nn.Parameter(torch.zeros(features))
-        self.W_dec, self.b_dec = nn.Parameter(torch.zeros(features, width)), nn.Parameter(torch.zeros(width))
+        self.architecture, self.k, self.metadata, self.subtracts = (
+            architecture,
+            k,
+            dict(metadata or {}),
+            subtracts,
+        )
+        self.W_enc, self.b_enc = (
+            nn.Parameter(torch.zeros(width, features)),
+            nn.Parameter(torch.zeros(features)),
+        )
+        self.W_dec, self.b_dec = (
+            nn.Parameter(torch.zeros(features, width)),
+            nn.Parameter(torch.zeros(width)),
+        )
         self.threshold = nn.Parameter(torch.zeros(features)) if architecture == "jumprelu" else None
 
     @property
@@ -69,8 +86,16 @@ class SparseAutoencoder(nn.Module):
 
     @property
     def digest(self) -> str:
-        """A hash of its weights and of what it does with them, 16 hex digits; two folders with the same content have the same."""
-        told = [self.architecture, self.k, self.subtracts, self.metadata.get("hook_name"), weights_hash(self)]
+        """A hash of its weights and of what it does with them, 16 hex digits; two folders with the
+        same content have the same.
+        """
+        told = [
+            self.architecture,
+            self.k,
+            self.subtracts,
+            self.metadata.get("hook_name"),
+            weights_hash(self),
+        ]
         return hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest()
 
     def before(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch feature"]:
@@ -83,7 +108,9 @@ class SparseAutoencoder(nn.Module):
         if self.architecture == "topk":
             values, at = before.topk(self.k, dim=-1)
             return torch.zeros_like(before).scatter(-1, at, values.relu())
-        return before.relu() if self.threshold is None else before.relu() * (before > self.threshold)
+        return (
+            before.relu() if self.threshold is None else before.relu() * (before > self.threshold)
+        )
 
     def decode(self, features: Float[Tensor, "*batch feature"]) -> Float[Tensor, "*batch width"]:
         """The rows that features stand for."""
@@ -102,14 +129,16 @@ class SparseAutoencoder(nn.Module):
         }  # fmt: skip
         about |= {"k": self.k} if self.architecture == "topk" else {}
         write_whole(
-            target / _TENSORS, save({name: value.float().contiguous() for name, value in self.state_dict().items()})
+            target / _TENSORS,
+            save({name: value.float().contiguous() for name, value in self.state_dict().items()}),
         )
         write_whole(target / _ABOUT, strict_json(about))
         return target
 
 
 def load_sae(folder: str | Path) -> SparseAutoencoder:
-    """Reads a sparse autoencoder that SAELens or :meth:`SparseAutoencoder.save` wrote; weights only, no code.
+    """Reads a sparse autoencoder that SAELens or :meth:`SparseAutoencoder.save` wrote; weights
+    only, no code.
 
     Args:
         folder: A folder with ``cfg.json`` and ``sae_weights.safetensors``.
@@ -122,13 +151,21 @@ def load_sae(folder: str | Path) -> SparseAutoencoder:
     source = Path(folder)
     for name in (_ABOUT, _TENSORS):
         if not is_file(source / name):
-            raise InputError(f"folder {str(source)!r} holds no {name}: give one that SAELens or tools/sae/train.py saved.")
+            raise InputError(
+                f"folder {str(source)!r} holds no {name}: give one that SAELens or tools/sae/train.py saved."
+            )
     try:
         about, tensors = json.loads(bytes_of(source / _ABOUT)), load(bytes_of(source / _TENSORS))
         architecture = about["architecture"]
-        odd = {name: value for name, value in about.items() if name in _PLAIN and value != _PLAIN[name]}
+        odd = {
+            name: value for name, value in about.items() if name in _PLAIN and value != _PLAIN[name]
+        }
         if architecture not in ARCHITECTURES or odd:
-            what = f"architecture {architecture!r}" if not odd else ", ".join(f"{k}={v!r}" for k, v in odd.items())
+            what = (
+                f"architecture {architecture!r}"
+                if not odd
+                else ", ".join(f"{k}={v!r}" for k, v in odd.items())
+            )
             raise UnsupportedError(
                 f"the autoencoder in {str(source)!r} has {what}, which is not read here: load it with "
                 "sae_lens.SAE.load_from_disk and give kv.which_run that object, whose encode(x) is called."
@@ -138,7 +175,9 @@ def load_sae(folder: str | Path) -> SparseAutoencoder:
         sae = SparseAutoencoder(architecture, width, features, k, about.get("metadata"), subtracts)
         sae.load_state_dict({name: tensors[name] for name in sae.state_dict()})
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"folder {str(source)!r} holds no readable autoencoder ({error}): save it again.") from error
+        raise InputError(
+            f"folder {str(source)!r} holds no readable autoencoder ({error}): save it again."
+        ) from error
     return sae.eval().requires_grad_(False)
 
 
@@ -151,7 +190,11 @@ def by_place(saes: Sequence[SparseAutoencoder]) -> dict[Site, SparseAutoencoder]
     found: dict[Site, SparseAutoencoder] = {}
     for sae in saes:
         if sae.place is None or sae.place in found:
-            why = "names no hook" if sae.place is None else f"is the second of {sae.metadata['hook_name']}"
+            why = (
+                "names no hook"
+                if sae.place is None
+                else f"is the second of {sae.metadata['hook_name']}"
+            )
             raise InputError(
                 f"an autoencoder {why}: give features={{('resid_post', 3): sae}} to kv.which_run, each at a place of its own."
             )

@@ -25,7 +25,12 @@ class Table:
         self._masks: list[Tensor | None] = []
         self._blocks: dict[str, list[Tensor]] = {name: [] for name in self.values}
 
-    def add(self, coordinates: Mapping[str, Any], values: Mapping[str, Tensor], mask: Tensor | None = None) -> None:
+    def add(
+        self,
+        coordinates: Mapping[str, Any],
+        values: Mapping[str, Tensor],
+        mask: Tensor | None = None,
+    ) -> None:
         """Adds one block.
 
         Args:
@@ -46,7 +51,9 @@ class Table:
         grids = [np.meshgrid(*block, indexing="ij", copy=False) for block in self._coordinates]
         for index, name in enumerate(self.dimensions):
             rows = [grid[index].reshape(-1) for grid in grids]
-            rows = [row if mask is None else row[mask] for row, mask in zip(rows, masks, strict=True)]
+            rows = [
+                row if mask is None else row[mask] for row, mask in zip(rows, masks, strict=True)
+            ]
             columns[name] = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
         for name, blocks in self._blocks.items():
             columns[name] = torch.cat(blocks).cpu().numpy() if blocks else np.zeros(0)

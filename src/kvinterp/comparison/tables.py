@@ -1,8 +1,10 @@
-"""Measures on the device how far apart two paths are at each step, by every metric, and gathers tidy tables.
+"""Measures on the device how far apart two paths are at each step, by every metric, and gathers
+tidy tables.
 
-A step of a small model has few numbers, so that measuring it alone costs more in Python than in the processor. Steps therefore
-wait until a block of them is worth a call and are measured together. Every metric gives one number for each vector of the last
-dimension, so a block's numbers equal those of its steps to the bit; a test checks this.
+A step of a small model has few numbers, so that measuring it alone costs more in Python than in the
+processor. Steps therefore wait until a block of them is worth a call and are measured together.
+Every metric gives one number for each vector of the last dimension, so a block's numbers equal
+those of its steps to the bit; a test checks this.
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ _CACHED = {"cache_k": "K", "cache_k_pre": "K before RoPE", "cache_v": "V"}
 BLOCK = 2**17
 """How many numbers of both paths are worth a call on a CPU; other devices take 32 times as many.
 
-As float64 they take a megabyte, which a core's cache holds between operations. Where a block can be split, a call gets at most
-twice as many.
+As float64 they take a megabyte, which a core's cache holds between operations. Where a block can be
+split, a call gets at most twice as many.
 """
 ALONE = 2**15
-"""A vector of this many numbers is measured alone: torch sums a single long vector with several threads, but several vectors
-with one thread each.
+"""A vector of this many numbers is measured alone: torch sums a single long vector with several
+threads, but several vectors with one thread each.
 """
 
 Pair = tuple[Tensor, Tensor]
@@ -49,7 +51,8 @@ class _Piece:
 
     Attributes:
         step: The step.
-        labels: The labels of the dimensions of ``pair`` without the last one, and for K and V without the positions.
+        labels: The labels of the dimensions of ``pair`` without the last one, and for K and V
+            without the positions.
         pair: The tensors of both paths, ``[*dimensions, last]``.
         span: For K and V where the positions are and how each row of the batch counts.
     """
@@ -61,7 +64,9 @@ class _Piece:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """The key of pieces that can be measured together: everything but the number of positions."""
+        """The key of pieces that can be measured together: everything but the number of
+        positions.
+        """
         shape: tuple[int, ...] = self.pair[0].shape
         step = self.step if self.alone else -1
         shape = shape if self.span is None else (*shape[:-2], shape[-1])
@@ -70,7 +75,9 @@ class _Piece:
     @property
     def alone(self) -> bool:
         """Whether it is measured without other steps."""
-        return self.pair[0].shape[-1] >= ALONE or (self.span is not None and self.span.mask is not None)
+        return self.pair[0].shape[-1] >= ALONE or (
+            self.span is not None and self.span.mask is not None
+        )
 
 
 class Differences:
@@ -81,7 +88,8 @@ class Differences:
         heads: Labels of the query heads that are compared.
         kv_heads: Labels of the KV heads.
         cache_errors: As ``keep`` of :class:`kvinterp.comparison.cache_errors.CacheErrors`.
-        same_text: Whether both paths hold the same text after a flip too, as in the matched protocol.
+        same_text: Whether both paths hold the same text after a flip too, as in the matched
+            protocol.
     """
 
     def __init__(
@@ -96,7 +104,9 @@ class Differences:
         self.cache = CacheErrors(layers, cache_errors)
         self.rows, self.same_text = AttentionRows(), same_text
         self.tables = {
-            fills.table: Table(("step", *fills.dimensions), [metric.column for metric in metrics.OF_KIND[kind]])
+            fills.table: Table(
+                ("step", *fills.dimensions), [metric.column for metric in metrics.OF_KIND[kind]]
+            )
             for kind, fills in metrics.KINDS.items()
         } | {"kv": self.cache.whole, "kv_steps": self.cache.steps}
         self._waiting: dict[metrics.Kind, list[_Piece]] = {kind: [] for kind in metrics.KINDS}
@@ -106,8 +116,14 @@ class Differences:
     def columns(cls) -> dict[str, tuple[str, ...]]:
         """The columns of each table, by the names they have in a comparison."""
         empty = cls((), (), ())
-        columns = {name: (*table.dimensions, *table.values, "after_flip") for name, table in empty.tables.items()}
-        return columns | {"kv_positions": tuple(empty.cache.positions((), ()).columns), "attention_rows": COLUMNS}
+        columns = {
+            name: (*table.dimensions, *table.values, "after_flip")
+            for name, table in empty.tables.items()
+        }
+        return columns | {
+            "kv_positions": tuple(empty.cache.positions((), ()).columns),
+            "attention_rows": COLUMNS,
+        }
 
     def frames(self, examples: Sequence[int]) -> dict[str, pd.DataFrame]:
         """Measures what still waits and returns the tables by their names in a comparison.
@@ -138,10 +154,13 @@ class Differences:
             examples: The example number of each row.
             end: Positions in the context at this step; keys are aligned by it.
             logits: ``[batch, vocab]`` of both paths.
-            tensors: For each path its tensors at the newest position by site, with a batch dimension; if rows of the cache
-                were evicted, also the positions of the rest, as site ``ROWS``.
-            marks: For each row 1 after its flip, 0 before it, -1 where its text has ended; stays on its device.
-            flips: Which rows flip their first token at this step, on the same device; None if unknown.
+            tensors: For each path its tensors at the newest position by site, with a batch
+                dimension; if rows of the cache were evicted, also the positions of the rest, as
+                site ``ROWS``.
+            marks: For each row 1 after its flip, 0 before it, -1 where its text has ended; stays on
+                its device.
+            flips: Which rows flip their first token at this step, on the same device; None if
+                unknown.
         """
         layers_of: dict[str, list[int]] = {}
         for site, layer in tensors[0]:
@@ -154,7 +173,10 @@ class Differences:
             shapes = {layer: tensors[0][site, layer].shape for layer in layers_of[site]}
             for _, alike in itertools.groupby(shapes, shapes.__getitem__):
                 labels = {"site": [site], "layer": (layers := list(alike)), "example": examples}
-                a, b = (torch.stack([path[site, layer].flatten(1) for layer in layers])[None] for path in tensors)
+                a, b = (
+                    torch.stack([path[site, layer].flatten(1) for layer in layers])[None]
+                    for path in tensors
+                )
                 streams.append(_Piece(step, labels, (a, b)))
         self._wait("residual", streams)
         if "pattern" in layers_of:
@@ -163,18 +185,26 @@ class Differences:
             rows = [[path["pattern", layer] for layer in layers] for path in tensors]
             widest = max(row.shape[-1] for path in rows for row in path)
             # The newest key is the last on both paths; keys outside a window had probability 0.
-            padded = ([torch.nn.functional.pad(row, (widest - row.shape[-1], 0)) for row in path] for path in rows)
+            padded = (
+                [torch.nn.functional.pad(row, (widest - row.shape[-1], 0)) for row in path]
+                for path in rows
+            )
             a, b = map(torch.stack, padded)
             self.rows.add(step, layers, self.heads, end, (a, b), marks, flips)
             self._wait("pattern", [_Piece(step, labels, (a, b))])
         if set(ROUTING_SITES) <= layers_of.keys():
             layers = layers_of["experts"]
             a, b = (
-                torch.stack([routing_of(*(path[site, x] for site in ROUTING_SITES)) for x in layers]) for path in tensors
+                torch.stack(
+                    [routing_of(*(path[site, x] for site in ROUTING_SITES)) for x in layers]
+                )
+                for path in tensors
             )
             self._wait("routing", [_Piece(step, {"layer": layers, "example": examples}, (a, b))])
         # After the rows of attention, which are chosen among as soon as the KL is known.
-        self._wait("logits", [_Piece(step, {"example": examples}, (logits[0].clone(), logits[1].clone()))])
+        self._wait(
+            "logits", [_Piece(step, {"example": examples}, (logits[0].clone(), logits[1].clone()))]
+        )
         if self.rows.full:
             self._measure("logits")
         self._wait("kv", [*self._cached(step, examples, end, layers_of, tensors, marks)])
@@ -188,8 +218,8 @@ class Differences:
         tensors: tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]],
         marks: Tensor,
     ) -> Iterator[_Piece]:
-        # A sliding window may hold fewer positions on one path: the newest ones, so both are cut to the shorter. Layers may
-        # differ in the number and the width of their heads too (Gemma 4).
+        # A sliding window may hold fewer positions on one path: the newest ones, so both are cut to
+        # the shorter. Layers may differ in the number and the width of their heads too (Gemma 4).
         lined_up = {
             (site, x): [_by_position(path[site, x], path.get((ROWS, x)), end) for path in tensors]
             for site in _CACHED
@@ -201,12 +231,23 @@ class Differences:
             groups.setdefault(site, {}).setdefault(shape, []).append(layer)
         first = next(iter(groups.values()), {})
         dtypes = [{pair[side][0].dtype for pair in lined_up.values()} for side in (0, 1)]
-        alike = len(first) == 1 and all(group == first for group in groups.values()) and max(map(len, dtypes)) == 1
+        alike = (
+            len(first) == 1
+            and all(group == first for group in groups.values())
+            and max(map(len, dtypes)) == 1
+        )
         for together in [list(groups)] if alike else [[site] for site in groups]:
             for (length, heads, _), layers in groups[together[0]].items():
                 names = [_CACHED[site] for site in together]
-                labels: dict[str, Sequence[Any]] = {"tensor": names, "layer": layers, "example": examples}
-                sides = [[lined_up[site, x][side] for site in together for x in layers] for side in (0, 1)]
+                labels: dict[str, Sequence[Any]] = {
+                    "tensor": names,
+                    "layer": layers,
+                    "example": examples,
+                }
+                sides = [
+                    [lined_up[site, x][side] for site in together for x in layers]
+                    for side in (0, 1)
+                ]
                 size = len(together), len(layers)
                 a, b = (_newest([tensor for tensor, _ in side], length, size) for side in sides)
                 # A policy evicts in all layers or in none.
@@ -216,7 +257,9 @@ class Differences:
                 yield _Piece(step, {**labels, "kv_head": self.kv_heads[:heads]}, (a, b), span)
 
     def _wait(self, kind: metrics.Kind, pieces: Sequence[_Piece]) -> None:
-        """Queues the pieces of a step. Pieces that wait are measured first if the new ones cannot be measured with them."""
+        """Queues the pieces of a step. Pieces that wait are measured first if the new ones cannot
+        be measured with them.
+        """
         waiting = self._waiting[kind]
         if waiting and (len(pieces) != 1 or pieces[0].group != waiting[0].group):
             self._measure(kind)
@@ -239,7 +282,9 @@ class Differences:
         if kind == "kv":
             a, b = (path[0] if len(path) == 1 else torch.cat(path, -2) for path in paths)
             errors = _cache_errors(a, b, _most(waiting[0]))
-            self.cache.add(steps, labels, [piece.span for piece in waiting if piece.span is not None], errors)
+            self.cache.add(
+                steps, labels, [piece.span for piece in waiting if piece.span is not None], errors
+            )
         else:
             a, b = (path[0][None] if len(path) == 1 else torch.stack(path) for path in paths)
             values = metrics.measured(kind, a, b)
@@ -253,16 +298,26 @@ def _most(piece: _Piece) -> int:
 
 
 def _cache_errors(a: Tensor, b: Tensor, most: int) -> dict[str, Measure | Flag]:
-    """Every metric of K and V, at most so many numbers a call: exceeding a core's cache costs more than another call."""
+    """Every metric of K and V, at most so many numbers a call: exceeding a core's cache costs more
+    than another call.
+    """
     shape, (a, b) = a.shape[:-1], (path.flatten(0, -2) for path in (a, b))
     # A metric of one path alone has no value for equal vectors.
-    zeros = {metric.column: metric.zero for metric in metrics.OF_KIND["kv"] if metric.zero is not None}
+    zeros = {
+        metric.column: metric.zero for metric in metrics.OF_KIND["kv"] if metric.zero is not None
+    }
     unequal = _unequal_vectors(a, b) if len(zeros) == len(metrics.OF_KIND["kv"]) else None
     if unequal is not None:
         a, b = a.index_select(0, unequal), b.index_select(0, unequal)
     size = max(most // a.shape[-1], 1)
-    parts = [metrics.measured("kv", *pair) for pair in zip(a.split(size), b.split(size), strict=True)]
-    errors = parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    parts = [
+        metrics.measured("kv", *pair) for pair in zip(a.split(size), b.split(size), strict=True)
+    ]
+    errors = (
+        parts[0]
+        if len(parts) == 1
+        else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    )
     if unequal is not None:
         errors = {
             name: error.new_full((shape.numel(),), zeros[name]).index_copy_(0, unequal, error)
@@ -274,9 +329,10 @@ def _cache_errors(a: Tensor, b: Tensor, most: int) -> dict[str, Measure | Flag]:
 def _unequal_vectors(a: Tensor, b: Tensor) -> Tensor | None:
     """The indices of the vectors that differ in a bit; None if all must be measured.
 
-    Most cached positions are often equal on both paths (58% on a small model, 85% on one of 124 M). Finding them takes a tenth of
-    the time of measuring them, and every metric has a known value for equal vectors. This does not hold for vectors that are not
-    finite, and on another device than a CPU the result would have to be waited for.
+    Most cached positions are often equal on both paths (58% on a small model, 85% on one of 124 M).
+    Finding them takes a tenth of the time of measuring them, and every metric has a known value for
+    equal vectors. This does not hold for vectors that are not finite, and on another device than a
+    CPU the result would have to be waited for.
     """
     if a.device.type != "cpu" or a.dtype != b.dtype or a.shape[-1] * a.element_size() % 8:
         return None
@@ -286,14 +342,22 @@ def _unequal_vectors(a: Tensor, b: Tensor) -> Tensor | None:
 
 
 def _newest(tensors: Sequence[Tensor], length: int, size: tuple[int, int]) -> Tensor:
-    """Stacks the newest ``length`` positions of all tensors: ``[tensor, layer, batch, kv_head, position, ...]``."""
-    return torch.stack([t if t.shape[2] == length else t[:, :, t.shape[2] - length :] for t in tensors]).unflatten(0, size)
+    """Stacks the newest ``length`` positions of all tensors:
+    ``[tensor, layer, batch, kv_head, position, ...]``.
+    """
+    return torch.stack(
+        [t if t.shape[2] == length else t[:, :, t.shape[2] - length :] for t in tensors]
+    ).unflatten(0, size)
 
 
 def _by_position(tensor: Tensor, rows: Tensor | None, end: int) -> tuple[Tensor, Tensor | None]:
-    """Spreads the rows of an evicting cache over all ``end`` positions and says which positions it holds."""
+    """Spreads the rows of an evicting cache over all ``end`` positions and says which positions it
+    holds.
+    """
     if rows is None:
         return tensor, None
     whole = tensor.new_zeros(*tensor.shape[:2], end, tensor.shape[3])
     present = torch.zeros(whole.shape[:3], dtype=torch.bool, device=tensor.device)
-    return whole.scatter(2, rows[..., None].expand_as(tensor), tensor), present.scatter(2, rows, True)
+    return whole.scatter(2, rows[..., None].expand_as(tensor), tensor), present.scatter(
+        2, rows, True
+    )

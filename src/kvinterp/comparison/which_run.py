@@ -1,8 +1,10 @@
-"""The run that wrote a text beside its recomputation: how far apart they are inside, and what a reader of activations sees of it.
+"""The run that wrote a text beside its recomputation: how far apart they are inside, and what a
+reader of activations sees of it.
 
-Activations of generated text are nearly always those of a clean forward over the finished text. That is another run than the
-one that chose the tokens. Both are recorded here on the same tokens, and beside them a null: the same recomputation with as
-many tokens more behind the text, which on paper changes nothing at the text's own positions.
+Activations of generated text are nearly always those of a clean forward over the finished text.
+That is another run than the one that chose the tokens. Both are recorded here on the same tokens,
+and beside them a null: the same recomputation with as many tokens more behind the text, which on
+paper changes nothing at the text's own positions.
 """
 
 from __future__ import annotations
@@ -44,11 +46,15 @@ class Encoder(Protocol):
     """Anything with features: SAELens's ``SAE``, or a module of one's own with this method."""
 
     def encode(self, x: Tensor) -> Tensor:
-        """Returns the activations of the features, ``[..., feature]``; a feature fires where its activation is not 0."""
+        """Returns the activations of the features, ``[..., feature]``; a feature fires where its
+        activation is not 0.
+        """
 
 
 Change = Callable[[Tensor, Tensor], Tensor]
-"""A function of a site's rows of two runs, ``[position, ...]``: the share that differs at each position."""
+"""A function of a site's rows of two runs, ``[position, ...]``: the share that differs at each
+position.
+"""
 
 
 @dataclasses.dataclass(repr=False)
@@ -56,11 +62,14 @@ class WhichRun(Result):
     """Two runs of the same texts, by site, layer and position.
 
     Attributes:
-        distances: One row an example, site, layer and position: ``part`` (prompt or generated), ``relative_l2`` (the norm of
-            the difference over the norm of the recomputation), and ``null``, the same of two recomputations.
-        readouts: One row an example, readout, site, layer and position: ``changed``, the share that differs (of the top
-            neurons, of features that fire in either run, of probes' signs, of heads' argmaxes), and ``null``.
-        texts: One row an example and position: ``token`` and its ``text`` (the id, where the model has no tokenizer).
+        distances: One row an example, site, layer and position: ``part`` (prompt or generated),
+            ``relative_l2`` (the norm of the difference over the norm of the recomputation), and
+            ``null``, the same of two recomputations.
+        readouts: One row an example, readout, site, layer and position: ``changed``, the share that
+            differs (of the top neurons, of features that fire in either run, of probes' signs, of
+            heads' argmaxes), and ``null``.
+        texts: One row an example and position: ``token`` and its ``text`` (the id, where the model
+            has no tokenizer).
         provenance: The runs, model and machine.
     """
 
@@ -84,15 +93,25 @@ class WhichRun(Result):
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> WhichRun:
         """Makes the result of its tables."""
-        return cls(tables["distances"], tables["readouts"], tables["texts"], dict(summary["provenance"]))
+        return cls(
+            tables["distances"], tables["readouts"], tables["texts"], dict(summary["provenance"])
+        )
 
     def overview(self) -> pd.DataFrame:
-        """One row a readout, site and layer: the share that differs at generated positions, its null, and n."""
-        rows = self.readouts.query("part == 'generated'").groupby(["readout", "site", "layer"], as_index=False)
-        return rows.agg(changed=("changed", "mean"), null=("null", "mean"), positions=("changed", "size"))
+        """One row a readout, site and layer: the share that differs at generated positions, its
+        null, and n.
+        """
+        rows = self.readouts.query("part == 'generated'").groupby(
+            ["readout", "site", "layer"], as_index=False
+        )
+        return rows.agg(
+            changed=("changed", "mean"), null=("null", "mean"), positions=("changed", "size")
+        )
 
     def forks(self) -> pd.DataFrame:
-        """The positions at which the runs part further than any position of the null does, the furthest first."""
+        """The positions at which the runs part further than any position of the null does, the
+        furthest first.
+        """
         table = self.distances
         limit = table.groupby(["site", "layer"])["null"].transform("max")
         beyond = table.assign(limit=limit)[table["relative_l2"] > limit]
@@ -102,8 +121,9 @@ class WhichRun(Result):
         """The positions among :meth:`forks`, one a row, the furthest first.
 
         Returns:
-            ``example``, ``position``, ``part``; ``places``, how many sites and layers part there; ``first_layer``, the first of
-            them; ``relative_l2`` and ``limit`` of the site and layer that part furthest in units of the null's largest.
+            ``example``, ``position``, ``part``; ``places``, how many sites and layers part there;
+            ``first_layer``, the first of them; ``relative_l2`` and ``limit`` of the site and layer
+            that part furthest in units of the null's largest.
         """
         forks = self.forks()
         forks = forks.assign(times=forks["relative_l2"] / forks["limit"].clip(lower=1e-300))
@@ -129,21 +149,26 @@ def which_run(
     first: int = 0,
     within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> WhichRun:
-    """Holds the run that wrote each text against its recomputation, one forward over the finished text.
+    """Holds the run that wrote each text against its recomputation, one forward over the finished
+    text.
 
     Args:
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list.
         layers: Layers to look at (default: all).
-        run: ``"generate"``, the model's own ``generate``, greedy; or a path such as ``"cached+int8"``.
+        run: ``"generate"``, the model's own ``generate``, greedy; or a path such as
+            ``"cached+int8"``.
         max_new_tokens: Most tokens of a text.
         top: How many neurons of the largest magnitude are held against each other.
-        probes: Directions by site and layer, ``{("resid_post", 3): [probe, width]}``; a probe decides by the sign of its
-            product with a row. Default: random directions at every layer, drawn from seed 0, as stand-ins.
-        features: Objects with ``encode(x)`` (SAELens's ``SAE``, a ``torch.nn.Module``), by site and layer, or by a hook's name.
+        probes: Directions by site and layer, ``{("resid_post", 3): [probe, width]}``; a probe
+            decides by the sign of its product with a row. Default: random directions at every
+            layer, drawn from seed 0, as stand-ins.
+        features: Objects with ``encode(x)`` (SAELens's ``SAE``, a ``torch.nn.Module``), by site and
+            layer, or by a hook's name.
         first: The number of the first prompt.
-        within: Opens the context in which each text is written, such as ``lambda: kv.steer(model, vector, layer=3)``; the
-            recomputation is made outside of it, as a clean forward over a steered text is.
+        within: Opens the context in which each text is written, such as
+            ``lambda: kv.steer(model, vector, layer=3)``; the recomputation is made outside of it,
+            as a clean forward over a steered text is.
 
     Raises:
         InputError: Something given does not fit the model.
@@ -168,9 +193,14 @@ def which_run(
             fed = wrote.text[: len(wrote.positions)]
             more = fed[: adapter.facts.context - len(fed)]
             alone, longer = (_recomputed(adapter, text, places) for text in (fed, fed + more))
-            texts.append(_positions(wrote).assign(example=example, text=_shown_tokens(adapter, fed)))
+            texts.append(
+                _positions(wrote).assign(example=example, text=_shown_tokens(adapter, fed))
+            )
             for place in places:
-                rows = [_rows(tensor, place[0], len(fed)) for tensor in (wrote[place], alone[place], longer[place])]
+                rows = [
+                    _rows(tensor, place[0], len(fed))
+                    for tensor in (wrote[place], alone[place], longer[place])
+                ]
                 base = _positions(wrote).assign(example=example, site=place[0], layer=place[1])
                 # A text that fills the context leaves no room for a null.
                 apart, null = _apart(rows[0], rows[1]), _apart(rows[2], rows[1]) if more else np.nan
@@ -178,7 +208,11 @@ def which_run(
                 for readout, change in readings.get(place, ()):
                     seen = (change(rows[0], rows[1]), change(rows[2], rows[1]))
                     changed, control = (shares.double().cpu().numpy() for shares in seen)
-                    readouts.append(base.assign(readout=readout, changed=changed, null=control if more else np.nan))
+                    readouts.append(
+                        base.assign(
+                            readout=readout, changed=changed, null=control if more else np.nan
+                        )
+                    )
     about = provenance(
         adapter,
         run=str(path),
@@ -187,39 +221,63 @@ def which_run(
         probes="random" if probes is None else "given",
         within=within is not contextlib.nullcontext,
     )
-    apart, changed, written = (pd.concat(pieces, ignore_index=True) for pieces in (distances, readouts, texts))
+    apart, changed, written = (
+        pd.concat(pieces, ignore_index=True) for pieces in (distances, readouts, texts)
+    )
     return WhichRun(apart, changed, written, about)
 
 
-# The runs ----------------------------------------------------------------------------------------------------------------
+# The runs -----------------------------------------------------------------------------------------
 
 
 def _sites(adapter: Adapter) -> list[str]:
     """What every model is asked for, as far as it has it."""
-    return ["resid_post", *(site for site in ("post", "pattern") if adapter.supports(site, adapter.facts.layers - 1))]
+    return [
+        "resid_post",
+        *(site for site in ("post", "pattern") if adapter.supports(site, adapter.facts.layers - 1)),
+    ]
 
 
 def _wrote(
-    adapter: Adapter, prompt: Sequence[int], path: str | ExecutionPath, places: Sequence[Site], steps: int
+    adapter: Adapter,
+    prompt: Sequence[int],
+    path: str | ExecutionPath,
+    places: Sequence[Site],
+    steps: int,
 ) -> Generation:
     """The run that wrote the text."""
-    sites, layers = list(dict.fromkeys(site for site, _ in places)), sorted({layer for _, layer in places})
+    sites, layers = (
+        list(dict.fromkeys(site for site, _ in places)),
+        sorted({layer for _, layer in places}),
+    )
     if isinstance(path, str):
         return generated(adapter, prompt, sites, layers, max_new_tokens=steps)[0]
-    how: dict[str, Any] = {"record": sites, "layers": layers, "positions": "all", "max_new_tokens": steps}
+    how: dict[str, Any] = {
+        "record": sites,
+        "layers": layers,
+        "positions": "all",
+        "max_new_tokens": steps,
+    }
     trace = run(adapter, list(prompt), path, **how)
     count, cut = len(trace.prompt) + len(trace.fed), len(trace.prompt)
     if path.form == "recompute":
         records: Mapping[Site, Tensor] = {place: rows[-1] for place, rows in trace.records.items()}
     else:
         passes = [Pass(0, cut, 0), *(Pass(at, at + 1, at) for at in range(cut, count))]
-        pieces = {place: [tensor[None] for tensor in rows] for place, rows in _by_position(trace.records, passes).items()}
+        pieces = {
+            place: [tensor[None] for tensor in rows]
+            for place, rows in _by_position(trace.records, passes).items()
+        }
         records = Stitched(pieces.__getitem__, list(pieces), passes, 0, (0, count))
     return Generation(trace.prompt, trace.tokens, records, tuple(range(count)), str(path))
 
 
-def _by_position(records: Mapping[Site, list[Tensor]], passes: Sequence[Pass]) -> Mapping[Site, list[Tensor]]:
-    """Patterns with a key at each position: where a policy dropped rows, those that are left lie side by side."""
+def _by_position(
+    records: Mapping[Site, list[Tensor]], passes: Sequence[Pass]
+) -> Mapping[Site, list[Tensor]]:
+    """Patterns with a key at each position: where a policy dropped rows, those that are left lie
+    side by side.
+    """
     spread = dict(records)
     for (site, layer), kept in records.items():
         rows_left = records.get((ROWS, layer))
@@ -229,22 +287,33 @@ def _by_position(records: Mapping[Site, list[Tensor]], passes: Sequence[Pass]) -
         spread[site, layer] = []
         for tensor, rows, here in zip(kept, rows_left, passes, strict=True):
             # [kv_head, key] for [query_head, query, key]
-            at = rows.repeat_interleave(len(tensor) // len(rows), 0)[:, None].expand_as(tensor).to(tensor.device)
+            at = (
+                rows.repeat_interleave(len(tensor) // len(rows), 0)[:, None]
+                .expand_as(tensor)
+                .to(tensor.device)
+            )
             whole = tensor.new_full((*tensor.shape[:2], here.stop), fill)
             spread[site, layer].append(whole.scatter(2, at, tensor))
     return spread
 
 
-def _recomputed(adapter: Adapter, text: Sequence[int], places: Sequence[Site]) -> Mapping[Site, Tensor]:
+def _recomputed(
+    adapter: Adapter, text: Sequence[int], places: Sequence[Site]
+) -> Mapping[Site, Tensor]:
     """What one forward without a cache computes over a text."""
-    sites, layers = list(dict.fromkeys(site for site, _ in places)), sorted({layer for _, layer in places})
+    sites, layers = (
+        list(dict.fromkeys(site for site, _ in places)),
+        sorted({layer for _, layer in places}),
+    )
     with record(adapter, sites, layers, positions="all") as seen, adapter.own_state([]):
         adapter.forward(torch.tensor([text], device=adapter.device))
     return {place: tensors[0][0] for place, tensors in seen.kept.items()}
 
 
 def _rows(tensor: Tensor, site: str, count: int) -> Tensor:
-    """A site's rows with the position first: ``[position, ...]``, for a pattern ``[position, head, key]``."""
+    """A site's rows with the position first: ``[position, ...]``, for a pattern
+    ``[position, head, key]``.
+    """
     if not LAYOUTS[site].keys:
         return tensor[:count]
     return tensor[:, :count, :count].transpose(0, 1)
@@ -259,7 +328,9 @@ def _positions(text: Generation) -> pd.DataFrame:
 
 def _shown_tokens(adapter: Adapter, tokens: Sequence[int]) -> list[str]:
     """Each token as text; its id without a tokenizer."""
-    return [f"{token} " if adapter.tokenizer is None else adapter.decode([token]) for token in tokens]
+    return [
+        f"{token} " if adapter.tokenizer is None else adapter.decode([token]) for token in tokens
+    ]
 
 
 def _apart(a: Tensor, b: Tensor) -> np.ndarray:
@@ -268,7 +339,7 @@ def _apart(a: Tensor, b: Tensor) -> np.ndarray:
     return cast(np.ndarray, ((a - b).norm(dim=1) / b.norm(dim=1).clamp(min=1e-300)).cpu().numpy())
 
 
-# What is read off them ---------------------------------------------------------------------------------------------------
+# What is read off them ----------------------------------------------------------------------------
 
 
 def _readings(
@@ -294,17 +365,29 @@ def _readings(
     else:
         name = "sign of a probe"
     for key, directions in probes.items():
-        found.setdefault(_place(adapter, key, "probes"), []).append((name, _signs_changed(directions)))
+        found.setdefault(_place(adapter, key, "probes"), []).append(
+            (name, _signs_changed(directions))
+        )
     for key, encoder in (features or {}).items():
         if not callable(getattr(encoder, "encode", None)):
-            raise unexpected("features", encoder, "by site and layer an object with encode(x), such as SAELens's SAE")
-        found.setdefault(_place(adapter, key, "features"), []).append(("feature that fires", _features_changed(encoder)))
+            raise unexpected(
+                "features",
+                encoder,
+                "by site and layer an object with encode(x), such as SAELens's SAE",
+            )
+        found.setdefault(_place(adapter, key, "features"), []).append(
+            ("feature that fires", _features_changed(encoder))
+        )
     return found
 
 
 def _place(adapter: Adapter, key: Any, what: str) -> Site:
     place = place_of(key)
-    if not (isinstance(place, tuple) and len(place) == 2) or place[0] not in LAYOUTS or not LAYOUTS[place[0]].gathers:
+    if (
+        not (isinstance(place, tuple) and len(place) == 2)
+        or place[0] not in LAYOUTS
+        or not LAYOUTS[place[0]].gathers
+    ):
         raise InputError(
             f"{what} were given for {shown(key)}: expected a site with a vector at each position and a layer, such as "
             "('resid_post', 3), or a hook such as 'blocks.3.hook_resid_post'."
@@ -317,7 +400,9 @@ def _top_changed(top: int) -> Change:
     def change(a: Tensor, b: Tensor) -> Tensor:
         count = min(top, a.shape[-1])
         picked = [
-            torch.zeros(rows.shape, dtype=torch.bool).scatter(1, rows.cpu().abs().topk(count).indices, True)
+            torch.zeros(rows.shape, dtype=torch.bool).scatter(
+                1, rows.cpu().abs().topk(count).indices, True
+            )
             for rows in (a, b)
         ]
         return 1 - (picked[0] & picked[1]).sum(1) / count
@@ -331,7 +416,9 @@ def _argmax_changed(a: Tensor, b: Tensor) -> Tensor:
 
 def _signs_changed(directions: Tensor) -> Change:
     def change(a: Tensor, b: Tensor) -> Tensor:
-        scores = [rows.double().flatten(1) @ directions.double().to(rows.device).T for rows in (a, b)]
+        scores = [
+            rows.double().flatten(1) @ directions.double().to(rows.device).T for rows in (a, b)
+        ]
         return ((scores[0] > 0) != (scores[1] > 0)).double().mean(1)
 
     return change
@@ -348,17 +435,23 @@ def _features_changed(encoder: Encoder) -> Change:
     return change
 
 
-# What was found ----------------------------------------------------------------------------------------------------------
+# What was found -----------------------------------------------------------------------------------
 
 
 def headline_of_runs(result: WhichRun) -> list[str]:
-    """How far the run that wrote the texts is from its recomputation, beside the null, and what changes for a reader."""
+    """How far the run that wrote the texts is from its recomputation, beside the null, and what
+    changes for a reader.
+    """
     streams = result.distances.query("site == 'resid_post'")
     written, prompt = (streams[streams["part"] == part] for part in ("generated", "prompt"))
     if written.empty:
         return ["No text was written: nothing was fed behind a prompt."]
     size, null = written["relative_l2"].median(), written["null"].median()
-    beside = "the null is exactly 0" if not null else f"{number(size / null)} times the null, {number(null)}"
+    beside = (
+        "the null is exactly 0"
+        if not null
+        else f"{number(size / null)} times the null, {number(null)}"
+    )
     said = (
         f"The run that wrote {counted(result.distances['example'].nunique(), 'text')} ({result.provenance['run']}) is not its "
         f"recomputation: residual streams at generated positions differ by {number(size)} of their norm (median; {beside}), at "
@@ -366,8 +459,14 @@ def headline_of_runs(result: WhichRun) -> list[str]:
     )
     if not streams["relative_l2"].any():
         said = "The run that wrote the texts and its recomputation have the same residual streams, bit for bit."
-    table = result.readouts.query("part == 'generated'").groupby("readout", sort=False)[["changed", "null"]].mean()
-    shares = "; ".join(f"{name} {_share(row.changed)} (null {_share(row.null)})" for name, row in table.iterrows())
+    table = (
+        result.readouts.query("part == 'generated'")
+        .groupby("readout", sort=False)[["changed", "null"]]
+        .mean()
+    )
+    shares = "; ".join(
+        f"{name} {_share(row.changed)} (null {_share(row.null)})" for name, row in table.iterrows()
+    )
     return [said, f"What changes at a generated position: {shares}."]
 
 
@@ -376,7 +475,9 @@ def _share(share: float) -> str:
 
 
 def rows_of_runs(result: WhichRun) -> Iterator[Finding]:
-    """The distance of each site and part, and each readout over all layers and in the layer where it changes most."""
+    """The distance of each site and part, and each readout over all layers and in the layer where
+    it changes most.
+    """
     for (site, part), table in result.distances.groupby(["site", "part"], sort=False):
         null = table["null"].median()
         yield median_of(
@@ -397,8 +498,12 @@ def rows_of_runs(result: WhichRun) -> Iterator[Finding]:
 def charts_of_runs(result: WhichRun) -> dict[str, Chart]:
     """Distance and readouts by layer, each beside its null."""
     keys = ["site", "layer"]
-    medians = result.distances.groupby([*keys, "part"], as_index=False)[["relative_l2", "null"]].median()
-    nulls = medians.query("part == 'generated'").assign(relative_l2=lambda table: table["null"], part="null")
+    medians = result.distances.groupby([*keys, "part"], as_index=False)[
+        ["relative_l2", "null"]
+    ].median()
+    nulls = medians.query("part == 'generated'").assign(
+        relative_l2=lambda table: table["null"], part="null"
+    )
     distances = pd.concat([medians, nulls], ignore_index=True)
     means = result.overview().melt(["readout", "layer"], ["changed", "null"], "run", "share")
     shares = means.groupby(["readout", "layer", "run"], as_index=False)["share"].mean()

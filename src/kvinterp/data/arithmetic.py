@@ -1,10 +1,12 @@
-"""Generated word problems of one to three steps, with worked steps and a final answer after ``####`` as in GSM8K.
+"""Generated word problems of one to three steps, with worked steps and a final answer after
+``####`` as in GSM8K.
 
-Every number stays between 1 and 99, products within nine times nine: small enough to be learned in minutes by a model
-of a million parameters, and long enough (several numbers to fetch from the prompt, each step fed to the next) that a
-wrong read of the cache shows in the answer.
+Every number stays between 1 and 99, products within nine times nine: small enough to be learned in
+minutes by a model of a million parameters, and long enough (several numbers to fetch from the
+prompt, each step fed to the next) that a wrong read of the cache shows in the answer.
 
-Source of the answer format: Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems" (GSM8K).
+Source of the answer format: Cobbe et al. 2021, "Training Verifiers to Solve Math Word Problems"
+(GSM8K).
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def draw(rng: Random) -> Example:
     question, steps = rng.choice(_KINDS)(rng)
     answer = _value(steps[-1])
     work = " ".join(f"{step} = {_value(step)}." for step in steps)
-    prompt = Prompt(id="", text=f"Question: {question}\nAnswer:", task="arithmetic", answer=str(answer))
+    prompt = Prompt(
+        id="", text=f"Question: {question}\nAnswer:", task="arithmetic", answer=str(answer)
+    )
     return Example(prompt, f" {work} #### {answer}")
 
 
@@ -58,12 +62,20 @@ def _change(rng: Random, pronoun: str, friend: str, total: int) -> tuple[str, st
     if total > 5 and (total > LIMIT - 5 or rng.random() < 0.5):
         lost = rng.randint(1, min(50, total - 1))
         text = rng.choice(
-            (f"{pronoun} gives {lost} to {friend}.", f"{pronoun} loses {lost}.", f"{pronoun} sells {lost} of them.")
+            (
+                f"{pronoun} gives {lost} to {friend}.",
+                f"{pronoun} loses {lost}.",
+                f"{pronoun} sells {lost} of them.",
+            )
         )
         return text, f"{total} - {lost}"
     gained = _addend(rng, total)
     text = rng.choice(
-        (f"{pronoun} buys {gained} more.", f"{pronoun} finds {gained} more.", f"{friend} brings {gained} more.")
+        (
+            f"{pronoun} buys {gained} more.",
+            f"{pronoun} finds {gained} more.",
+            f"{friend} brings {gained} more.",
+        )
     )
     return text, f"{total} + {gained}"
 
@@ -95,7 +107,10 @@ def _together(rng: Random) -> _Problem:
     name, friend, objects = _pair(rng)
     a = rng.randint(2, 60)
     b = _addend(rng, a)
-    return f"{name} has {a} {objects} and {friend} has {b}. How many {objects} do they have together?", [f"{a} + {b}"]
+    return (
+        f"{name} has {a} {objects} and {friend} has {b}. How many {objects} do they have together?",
+        [f"{a} + {b}"],
+    )
 
 
 def _difference(rng: Random) -> _Problem:
@@ -149,7 +164,10 @@ def _share(rng: Random) -> _Problem:
         start = rng.randint(2, total - 2)
         steps = [f"{start} + {total - start}", f"{total} / {friends}"]
         text = f"{name} has {start} {objects}. {pronoun} buys {total - start} more."
-        return f"{text} {pronoun} shares them among {friends} friends. How many {objects} does each friend get?", steps
+        return (
+            f"{text} {pronoun} shares them among {friends} friends. How many {objects} does each friend get?",
+            steps,
+        )
     question = f"{name} shares {total} {objects} among {friends} friends. How many {objects} does each friend get?"
     return question, [f"{total} / {friends}"]
 

@@ -1,4 +1,6 @@
-"""Renders messages with the chat template of a model's own tokenizer, by transformers in Jinja's sandbox."""
+"""Renders messages with the chat template of a model's own tokenizer, by transformers in Jinja's
+sandbox.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from kvinterp.data.tokenizing import ids_of, kept_of
 from kvinterp.errors import InputError, shown
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], model: str, **options: Any) -> str:
+def render(
+    tokenizer: Any, messages: Sequence[Mapping[str, str]], model: str, **options: Any
+) -> str:
     """Renders messages as a text with the tokenizer's chat template.
 
     Args:
@@ -25,7 +29,9 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], model: str, **
         InputError: There is no chat template, it refuses these messages, or it leaves them out.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise InputError(f"model {model} has no chat template: leave out --chat template, or chat=... among the prompts.")
+        raise InputError(
+            f"model {model} has no chat template: leave out --chat template, or chat=... among the prompts."
+        )
     turns = [dict(message) for message in messages]
     roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
     try:
@@ -37,7 +43,9 @@ def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], model: str, **
             f"the chat template of {model} does not take these messages ({why}; roles: {roles}): leave out the system message, "
             "or give the prompts without a template."
         ) from error
-    question = next((message["content"] for message in reversed(turns) if message["role"] == "user"), "")
+    question = next(
+        (message["content"] for message in reversed(turns) if message["role"] == "user"), ""
+    )
     if kept_of(question, text) < 0.5:
         raise InputError(
             f"the chat template of {model} leaves out what it is given: of the message {shown(question[:60])} it makes "

@@ -1,7 +1,7 @@
 """Prompts, worked examples, and the train and heldout splits.
 
-The split of a problem is a function of its text alone, so no seed, order or later change of a generator's mixture can move a
-heldout problem into the training stream.
+The split of a problem is a function of its text alone, so no seed, order or later change of a
+generator's mixture can move a heldout problem into the training stream.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ class Prompt:
         id: A name that is unique in a list of prompts.
         text: The text given to the tokenizer, without the beginning-of-sequence token.
         task: The task whose ``score`` judges a completion; empty if there is none.
-        answer: The final answer, or a whole correct completion if the task has no single short answer.
+        answer: The final answer, or a whole correct completion if the task has no single short
+            answer.
         facts: The facts that a restatement must keep.
-        meta: Further data for the task's ``score``; ``until`` are texts at which a completion is cut before it is judged.
-        messages: Messages of a chat, each with ``role`` and ``content``. If there are any, the tokenizer gets these in the
-            model's chat template, and ``text`` only repeats their content.
+        meta: Further data for the task's ``score``; ``until`` are texts at which a completion is
+            cut before it is judged.
+        messages: Messages of a chat, each with ``role`` and ``content``. If there are any, the
+            tokenizer gets these in the model's chat template, and ``text`` only repeats their
+            content.
     """
 
     id: str
@@ -46,11 +49,18 @@ class Prompt:
     def __post_init__(self) -> None:
         for name in ("id", "text", "task", "answer"):
             value = getattr(self, name)
-            check_instance(f"a prompt's {name}", value, str, "a text, as in Prompt(id='mine', text='2 + 2 =')")
+            check_instance(
+                f"a prompt's {name}", value, str, "a text, as in Prompt(id='mine', text='2 + 2 =')"
+            )
         until = self.meta.get("until", []) if isinstance(self.meta, Mapping) else None
         for name, value, fits, what in (
             ("facts", self.facts, _is_text, "a list of texts"),
-            ("messages", self.messages, _is_message, "a list of objects with the texts role and content"),
+            (
+                "messages",
+                self.messages,
+                _is_message,
+                "a list of objects with the texts role and content",
+            ),
             (
                 "meta",
                 until,
@@ -69,7 +79,9 @@ def _is_text(value: object) -> bool:
 
 
 def _is_message(value: object) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+    return isinstance(value, Mapping) and all(
+        isinstance(value.get(name), str) for name in ("role", "content")
+    )
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,8 @@ class Example:
 
     Attributes:
         prompt: The problem.
-        completion: The worked solution, beginning with a space and without the end-of-sequence token.
+        completion: The worked solution, beginning with a space and without the end-of-sequence
+            token.
     """
 
     prompt: Prompt
@@ -114,22 +127,27 @@ def draws(draw: Callable[[Random], Example], seed: int, split: str) -> Iterator[
 def distinct(
     draw: Callable[[Random], Example], count: int, seed: int, split: Split, most: int | None = None
 ) -> tuple[Example, ...]:
-    """Collects ``count`` examples with pairwise different problem texts. The result is cached, since thousands take seconds.
+    """Collects ``count`` examples with pairwise different problem texts. The result is cached,
+    since thousands take seconds.
 
     Args:
         draw: Makes one example from a random state.
         count: How many examples.
         seed: Seed of the stream.
         split: The split of the problems.
-        most: How many different problems the split has, if known: a larger count is refused without a search.
+        most: How many different problems the split has, if known: a larger count is refused without
+            a search.
 
     Raises:
-        InputError: ``count`` is below one, the split is unknown, or there are too few different problems.
+        InputError: ``count`` is below one, the split is unknown, or there are too few different
+            problems.
     """
     if count < 1:
         raise InputError(f"asked for {count:,} problems: expected at least 1.")
     examples: dict[str, Example] = {}
-    for example in islice(draws(draw, seed, split), 200 + 20 * count if most is None or count <= most else 0):
+    for example in islice(
+        draws(draw, seed, split), 200 + 20 * count if most is None or count <= most else 0
+    ):
         examples.setdefault(example.prompt.text, example)
         if len(examples) == count:
             return tuple(examples.values())

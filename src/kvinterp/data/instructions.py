@@ -1,7 +1,9 @@
-"""Generated instructions whose answer a program can verify: capitals, exactly N items, a given last word.
+"""Generated instructions whose answer a program can verify: capitals, exactly N items, a given last
+word.
 
-The idea of instructions with a verifying program is IFEval's (Zhou et al. 2023, "Instruction-Following Evaluation for
-Large Language Models"); the words are few, so that a model of a million parameters can follow them.
+The idea of instructions with a verifying program is IFEval's (Zhou et al. 2023,
+"Instruction-Following Evaluation for Large Language Models"); the words are few, so that a model of
+a million parameters can follow them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def score(prompt: Prompt, completion: str) -> bool:
 def draw(rng: Random) -> Example:
     """Makes one instruction of a random kind."""
     text, answer, meta = rng.choice(_KINDS)(rng)
-    prompt = Prompt(id="", text=f"Instruction: {text}\nResponse:", task="instructions", answer=answer, meta=meta)
+    prompt = Prompt(
+        id="", text=f"Instruction: {text}\nResponse:", task="instructions", answer=answer, meta=meta
+    )
     return Example(prompt, f" {answer}")
 
 
@@ -42,7 +46,9 @@ _Part = tuple[str, str, dict[str, Any]]
 
 def _capitals(rng: Random) -> _Part:
     name, _ = rng.choice(PEOPLE)
-    sentence = f"the {rng.choice(ADJECTIVES)} {rng.choice(THINGS)} of {name} is in {rng.choice(PLACES)}"
+    sentence = (
+        f"the {rng.choice(ADJECTIVES)} {rng.choice(THINGS)} of {name} is in {rng.choice(PLACES)}"
+    )
     text = rng.choice((f"Write in capitals: {sentence}.", f"Answer in capitals. Say: {sentence}."))
     return text, f"{sentence.upper()}.", {"kind": "capitals", "text": sentence}
 
@@ -58,7 +64,11 @@ def _items(rng: Random) -> _Part:
             f"{name} wants a list of exactly {count} {category} that begins with {items[0]}.",
         )
     )
-    return text, f"{', '.join(items)}.", {"kind": "items", "count": count, "category": category, "first": items[0]}
+    return (
+        text,
+        f"{', '.join(items)}.",
+        {"kind": "items", "count": count, "category": category, "first": items[0]},
+    )
 
 
 def _last_word(rng: Random) -> _Part:

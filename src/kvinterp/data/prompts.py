@@ -20,8 +20,8 @@ from kvinterp.data.tasks import TASKS
 from kvinterp.errors import InputError, located, unknown
 
 NATURAL = "natural"
-"""The name of the prompts that come with the package: 48, in turn a chat question, an opening of a book whose copyright has
-expired, and a word problem behind four worked ones, with its answer."""
+"""The name of the prompts that come with the package: 48, in turn a chat question, an opening of a
+book whose copyright has expired, and a word problem behind four worked ones, with its answer."""
 _FORMS = (
     "expected a text with a space in it, a generator such as arithmetic:20 (or arithmetic:20:SEED) or natural:48, the path of a "
     ".jsonl or .txt file, or gsm8k(FILE)"
@@ -36,22 +36,30 @@ def load_prompts(source: Any) -> list[Prompt]:
     """Loads prompts with unique ids.
 
     Args:
-        source: ``"arithmetic:N"``, ``"restate:N"`` or ``"instructions:N"`` for N heldout problems (``":SEED"`` may
-            follow; the seed is 0 otherwise); ``"natural:N"``, the first N of 48 chat questions, book openings and word problems;
-            or a ``.jsonl`` file whose lines are objects with ``"prompt"`` (or
-            ``"text"``) and, if wanted, ``"id"``, ``"task"``, ``"answer"``, ``"facts"``, ``"meta"`` and ``"messages"``; or a
-            ``.txt`` file, a line a prompt; or questions with worked examples before them and a sample of a file, as in
-            ``"gsm8k(test.jsonl,count=700)"``, ``"jsonl(mine.jsonl,count=20)"`` or ``"arithmetic(20,shots=5)"``
-            (:mod:`kvinterp.data.sources`); or any other text with a space in it, which is one prompt; or a sequence of texts
-            and prompts.
+        source: ``"arithmetic:N"``, ``"restate:N"`` or ``"instructions:N"`` for N heldout problems
+            (``":SEED"`` may follow; the seed is 0 otherwise); ``"natural:N"``, the first N of 48
+            chat questions, book openings and word problems; or a ``.jsonl`` file whose lines are
+            objects with ``"prompt"`` (or ``"text"``) and, if wanted, ``"id"``, ``"task"``,
+            ``"answer"``, ``"facts"``, ``"meta"`` and ``"messages"``; or a ``.txt`` file, a line a
+            prompt; or questions with worked examples before them and a sample of a file, as in
+            ``"gsm8k(test.jsonl,count=700)"``, ``"jsonl(mine.jsonl,count=20)"`` or
+            ``"arithmetic(20,shots=5)"`` (:mod:`kvinterp.data.sources`); or any other text with a
+            space in it, which is one prompt; or a sequence of texts and prompts.
 
     Raises:
-        InputError: If there is nothing to load or something cannot be read; one sentence says what and where.
+        InputError: If there is nothing to load or something cannot be read; one sentence says what
+            and where.
     """
     if isinstance(source, FewShot):
         return _unique(source.prompts(), type(source).__name__)
-    if isinstance(source, Mapping) or not isinstance(source, str | Path | Iterable) or getattr(source, "ndim", 1) == 0:
-        raise InputError(f"prompts of type {type(source).__name__} were given: {_FORMS}, or a list of texts.")
+    if (
+        isinstance(source, Mapping)
+        or not isinstance(source, str | Path | Iterable)
+        or getattr(source, "ndim", 1) == 0
+    ):
+        raise InputError(
+            f"prompts of type {type(source).__name__} were given: {_FORMS}, or a list of texts."
+        )
     if isinstance(source, Path):
         return _unique(prompts_of(source), str(source))
     if isinstance(source, str):
@@ -61,7 +69,11 @@ def load_prompts(source: Any) -> list[Prompt]:
             return _unique(prompts_of(Path(source)), source)
         if _is_text(source):
             return [_from_item(0, source)]
-        return _unique(prompts_of(Path(source)), source) if _looks_like_file(source) else [*_generated(source)]
+        return (
+            _unique(prompts_of(Path(source)), source)
+            if _looks_like_file(source)
+            else [*_generated(source)]
+        )
     prompts = [_from_item(index, item) for index, item in enumerate(source)]
     if not prompts:
         raise InputError("the sequence of prompts is empty: expected at least one text; add one.")
@@ -71,7 +83,8 @@ def load_prompts(source: Any) -> list[Prompt]:
 def _is_text(source: str) -> bool:
     """Whether a text is itself a prompt, and neither a path nor a (perhaps mistyped) form.
 
-    A text without spaces, of characters of paths and forms, is one of these: ``aritmetic:20``, ``data/mine``.
+    A text without spaces, of characters of paths and forms, is one of these: ``aritmetic:20``,
+    ``data/mine``.
     """
     inner = source.strip()
     if not inner or inner.lower().endswith(_FILES) or _PATH.fullmatch(inner):
@@ -91,13 +104,19 @@ def _looks_like_file(source: str) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _generated(source: str) -> list[Prompt]:
-    """The prompts of a generator: the same for the same text, so that a command that asks several times makes them once."""
+    """The prompts of a generator: the same for the same text, so that a command that asks several
+    times makes them once.
+    """
     name, *numbers = (part.strip() for part in source.split(":"))
     called, bracket, _ = name.partition("(")
     if bracket and called in SOURCES:
         raise InputError(f"prompts {source!r} cannot be read: the bracket is not closed; {_FORMS}.")
     if bracket or name not in (*TASKS, NATURAL):
-        what, known = ("source of prompts", [*SOURCES]) if bracket else ("prompt generator", [*TASKS, NATURAL])
+        what, known = (
+            ("source of prompts", [*SOURCES])
+            if bracket
+            else ("prompt generator", [*TASKS, NATURAL])
+        )
         raise unknown(what, called, known, f"For prompts {_FORMS}.")
     if len(numbers) not in ((0, 1) if name == NATURAL else (1, 2)):
         raise InputError(f"prompts {source!r}: {_FORMS}; write {name}:20.")
@@ -119,9 +138,13 @@ def _from_item(index: int, item: object) -> Prompt:
     elif isinstance(item, str):
         prompt = Prompt(id=f"prompt-{index}", text=item)
     else:
-        raise InputError(f"prompt {index} is {type(item).__name__}: expected a text or a Prompt; convert it first.")
+        raise InputError(
+            f"prompt {index} is {type(item).__name__}: expected a text or a Prompt; convert it first."
+        )
     if not prompt.text.strip():
-        raise InputError(f"prompt {index} has an empty text: expected at least one visible character; write or drop it.")
+        raise InputError(
+            f"prompt {index} has an empty text: expected at least one visible character; write or drop it."
+        )
     return prompt
 
 

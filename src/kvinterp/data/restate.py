@@ -1,8 +1,8 @@
 """Generated texts to restate in other words with every fact kept.
 
-A text is two sentences of two or three facts each, of a few kinds (who owns what, who lives where, what costs how much), and each
-kind has one other wording. Scoring does not look at the wording: it checks whether every fact (name, number, place, thing) is in
-the completion as a word of its own.
+A text is two sentences of two or three facts each, of a few kinds (who owns what, who lives where,
+what costs how much), and each kind has one other wording. Scoring does not look at the wording: it
+checks whether every fact (name, number, place, thing) is in the completion as a word of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from kvinterp.data.words import ADJECTIVES, JOBS, OBJECTS, PEOPLE, PLACES, THING
 def score(prompt: Prompt, completion: str) -> bool:
     """Tells whether every fact of the prompt is in the completion as a whole word or phrase."""
     return bool(prompt.facts) and all(
-        re.search(rf"(?<!\w){re.escape(fact)}(?!\w)", completion) is not None for fact in prompt.facts
+        re.search(rf"(?<!\w){re.escape(fact)}(?!\w)", completion) is not None
+        for fact in prompt.facts
     )
 
 
@@ -30,7 +31,13 @@ def draw(rng: Random) -> Example:
         words = {"name": names[2 * number], "friend": names[2 * number + 1]}
         words |= {name: str(rng.choice(choices)) for name, choices in draws.items()}
         sentence, restated, facts = rng.choice(forms)
-        parts.append((sentence.format(**words), restated.format(**words), [words[fact] for fact in facts.split()]))
+        parts.append(
+            (
+                sentence.format(**words),
+                restated.format(**words),
+                [words[fact] for fact in facts.split()],
+            )
+        )
     answer = " ".join(restated for _, restated, _ in parts)
     prompt = Prompt(
         id="",
@@ -45,7 +52,9 @@ def draw(rng: Random) -> Example:
 def _kind(
     first: str, second: str, restated: str, facts: str, **draws: Sequence[object]
 ) -> tuple[dict[str, Sequence[object]], list[tuple[str, str, str]]]:
-    """A kind of sentence: the words it draws, and for each of its two forms the sentence, the restatement and the facts."""
+    """A kind of sentence: the words it draws, and for each of its two forms the sentence, the
+    restatement and the facts.
+    """
     return draws, [(first, restated, facts), (second, restated, facts)]
 
 

@@ -1,4 +1,5 @@
-"""The sources of prompts by text form: ``gsm8k(FILE,shots=5,count=700)``, ``jsonl(FILE,...)``, ``arithmetic(20,shots=5)``.
+"""The sources of prompts by text form: ``gsm8k(FILE,shots=5,count=700)``, ``jsonl(FILE,...)``,
+``arithmetic(20,shots=5)``.
 
 Their common options are the fields of :class:`kvinterp.data.few_shot.FewShot`.
 """
@@ -18,7 +19,8 @@ from kvinterp.data.tasks import TASKS
 
 @dataclass(frozen=True)
 class Generated(FewShot):
-    """Held-out problems of a generator; worked examples are training problems, which are never held out.
+    """Held-out problems of a generator; worked examples are training problems, which are never held
+    out.
 
     Attributes:
         count: How many problems.
@@ -36,7 +38,9 @@ class Generated(FewShot):
         name = spec.name_of(type(self))
         questions = TASKS[name].generate(self.count, self.seed, "heldout")
         worked = TASKS[name].generate(self.shots, self.seed, "train") if self.shots else []
-        return _numbered(questions, f"{name}-{self.seed}"), _numbered(worked, f"{name}-train-{self.seed}")
+        return _numbered(questions, f"{name}-{self.seed}"), _numbered(
+            worked, f"{name}-train-{self.seed}"
+        )
 
     def mark(self, prompt: Prompt) -> str:
         """The first word of a problem, such as ``Question:``."""
@@ -57,7 +61,8 @@ class Instructions(Generated):
 
 def _numbered(examples: list[Example], name: str) -> list[Example]:
     return [
-        replace(example, prompt=replace(example.prompt, id=f"{name}-{number}")) for number, example in enumerate(examples)
+        replace(example, prompt=replace(example.prompt, id=f"{name}-{number}"))
+        for number, example in enumerate(examples)
     ]
 
 
@@ -76,4 +81,9 @@ def source_named(text: str) -> FewShot:
     Raises:
         InputError: A value does not fit its field.
     """
-    return spec.read("prompts", text, SOURCES, "Values go in brackets, as in gsm8k(test.jsonl,shots=5,count=700).")
+    return spec.read(
+        "prompts",
+        text,
+        SOURCES,
+        "Values go in brackets, as in gsm8k(test.jsonl,shots=5,count=700).",
+    )

@@ -48,7 +48,9 @@ JUDGES: dict[str, Callable[[Prompt, str], bool]] = {
     **{name: task.score for name, task in TASKS.items()},
     "gsm8k": gsm8k.score,
 }
-"""The judge of completions for each value of ``Prompt.task``: those of all tasks, and those of problems from files."""
+"""The judge of completions for each value of ``Prompt.task``: those of all tasks, and those of
+problems from files.
+"""
 
 
 def score(prompt: Prompt, completion: str) -> bool:
@@ -62,7 +64,8 @@ def score(prompt: Prompt, completion: str) -> bool:
 
 
 def stream(name: str, seed: int, split: Split = "train") -> Iterator[Example]:
-    """Yields a task's examples without end; problems may repeat. See :meth:`Task.generate` for different ones.
+    """Yields a task's examples without end; problems may repeat. See :meth:`Task.generate` for
+    different ones.
 
     Raises:
         InputError: If there is no task of that name; the message gives the near names.

@@ -1,7 +1,7 @@
 """Tokenises texts, and checks that the token ids still decode to the text.
 
-A tokenizer that drops most of a text (an empty vocabulary, a normaliser that deletes, another model's files) would make every
-path equal to every other.
+A tokenizer that drops most of a text (an empty vocabulary, a normaliser that deletes, another
+model's files) would make every path equal to every other.
 """
 
 from __future__ import annotations
@@ -50,10 +50,20 @@ def ids_of(tokenizer: Any, text: str, model: str, **options: Any) -> list[int]:
 
 
 def kept_of(text: str, result: str) -> float:
-    """The share of a text's characters that a result still has; case, accents, spaces and order do not count."""
+    """The share of a text's characters that a result still has; case, accents, spaces and order do
+    not count.
+    """
     characters = Counter(_characters(text))
-    return (characters & Counter(_characters(result))).total() / characters.total() if characters else 1.0
+    return (
+        (characters & Counter(_characters(result))).total() / characters.total()
+        if characters
+        else 1.0
+    )
 
 
 def _characters(text: str) -> Iterable[str]:
-    return (c for c in unicodedata.normalize("NFKD", text).casefold() if not c.isspace() and not unicodedata.combining(c))
+    return (
+        c
+        for c in unicodedata.normalize("NFKD", text).casefold()
+        if not c.isspace() and not unicodedata.combining(c)
+    )

@@ -1,4 +1,6 @@
-"""The words the generated problems are made of: few enough that a model of a million parameters knows each of them."""
+"""The words the generated problems are made of: few enough that a model of a million parameters
+knows each of them.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The hidden states that another engine gave beside its log-probs: whether they are what their names say, to rounding.
+"""The hidden states that another engine gave beside its log-probs: whether they are what their
+names say, to rounding.
 
-They are compared with our float64. The null is that of the same run: our own states in the engine's precision, and with every
-result rounded once more, to a bit fewer too. An array that is nearer to another site or layer of ours is misaligned.
+They are compared with our float64. The null is that of the same run: our own states in the engine's
+precision, and with every result rounded once more, to a bit fewer too. An array that is nearer to
+another site or layer of ours is misaligned.
 """
 
 from __future__ import annotations
@@ -23,11 +25,19 @@ from kvinterp.recording import Trace, record
 
 SITES = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
 """The sites that have the width of the residual stream, among which an array is looked for."""
-ORDER = {site: rank for rank, site in enumerate(("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post"))}
+ORDER = {
+    site: rank
+    for rank, site in enumerate(
+        ("embed", "resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
+    )
+}
 
 
-def with_hidden_states(adapter: Adapter, trace: Trace, verdict: Verdict, allow: Sequence[str]) -> Verdict:
-    """Adds to a verdict on log-probs what is to be said of the hidden states beside them; as it was where there are none.
+def with_hidden_states(
+    adapter: Adapter, trace: Trace, verdict: Verdict, allow: Sequence[str]
+) -> Verdict:
+    """Adds to a verdict on log-probs what is to be said of the hidden states beside them; as it was
+    where there are none.
 
     Args:
         adapter: The model.
@@ -43,7 +53,10 @@ def with_hidden_states(adapter: Adapter, trace: Trace, verdict: Verdict, allow: 
     word, why, layer, site = "", "", None, ""
     if given:
         word, why, layer, site = _judged(adapter, trace, given, rung)
-    why += f"; not judged: {listed(left)}, which no forward here has as rows of the residual stream's width" * bool(left)
+    why += (
+        f"; not judged: {listed(left)}, which no forward here has as rows of the residual stream's width"
+        * bool(left)
+    )
     why = why.removeprefix("; ")
     status = "failed" if word else "passed" if given else "not run"
     checks = (*verdict.checks, Check("hidden states", status, why))
@@ -53,7 +66,12 @@ def with_hidden_states(adapter: Adapter, trace: Trace, verdict: Verdict, allow: 
     bad = word not in allow
     declared = f"declared {verdict.provenance['dtype'].replace('not given', 'no dtype')}"
     head = f"{'FAIL' if bad else 'PASS'}  {word}  another engine's hidden states against {adapter.facts.name}, {declared}"
-    lines = [head, f"  {why}", f"  its log-probs: {verdict.verdict}: {lines[1].strip()}", *lines[2:-1]]
+    lines = [
+        head,
+        f"  {why}",
+        f"  its log-probs: {verdict.verdict}: {lines[1].strip()}",
+        *lines[2:-1],
+    ]
     return dataclasses.replace(
         verdict, verdict=word, first_layer=layer, tensor=site, checks=checks, reading="\n".join(lines),
         allowed="no" if bad else "yes",
@@ -74,7 +92,9 @@ def _given(adapter: Adapter, trace: Trace) -> tuple[dict[Site, Tensor], list[str
 
 
 def _states(adapter: Adapter, trace: Trace, way: Way, sites: Sequence[str]) -> dict[Site, Tensor]:
-    """Our own states along a way at the positions of the trace's steps, from one forward without a cache."""
+    """Our own states along a way at the positions of the trace's steps, from one forward without a
+    cache.
+    """
     model = adapter.at(dtype_named(way.dtype))
     ids, cut = [*trace.prompt, *trace.fed], len(trace.prompt)
     tokens = torch.tensor([ids], device=model.device)
@@ -84,14 +104,19 @@ def _states(adapter: Adapter, trace: Trace, way: Way, sites: Sequence[str]) -> d
     return {place: kept[place][0].cpu()[rows].double() for place in kept}
 
 
-def _judged(adapter: Adapter, trace: Trace, given: Mapping[Site, Tensor], rung: Way) -> tuple[str, str, int | None, str]:
+def _judged(
+    adapter: Adapter, trace: Trace, given: Mapping[Site, Tensor], rung: Way
+) -> tuple[str, str, int | None, str]:
     """Returns word ("" where they pass), sentence, and the first layer and site that is off."""
     sites = [site for site in SITES if adapter.supports(site)]
     exact = _states(adapter, trace, Way("float64"), sites)
     matches = match_sites(exact, dict(given)).table
     wrong = matches[(matches["named"] != "yes") & (matches["sure"] == "yes")]
     if len(wrong):
-        where = min((place for place in given if f"{place[0]} {place[1]}" in set(wrong["theirs"])), key=lambda p: p[1])
+        where = min(
+            (place for place in given if f"{place[0]} {place[1]}" in set(wrong["theirs"])),
+            key=lambda p: p[1],
+        )
         return "misaligned", " ".join(listed_lines(wrong)), where[1], where[0]
     others, fewer = nulls(rung)
     plain = [way for way in (rung, *others, *fewer) if not way.path and way.fed == "whole"]
@@ -102,7 +127,9 @@ def _judged(adapter: Adapter, trace: Trace, given: Mapping[Site, Tensor], rung: 
 
     table = [
         (place, error(rows, place), max(error(states[place], place) for states in own))
-        for place, rows in sorted(given.items(), key=lambda pair: (pair[0][1], ORDER.get(pair[0][0], 0)))
+        for place, rows in sorted(
+            given.items(), key=lambda pair: (pair[0][1], ORDER.get(pair[0][0], 0))
+        )
         if place in exact
     ]
     off = [row for row in table if not row[1] <= row[2]]

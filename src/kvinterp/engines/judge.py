@@ -1,10 +1,13 @@
-"""Another engine's log-probs, judged: rounding, or something else, and what; each step is said with its n.
+"""Another engine's log-probs, judged: rounding, or something else, and what; each step is said with
+its n.
 
-No limit here is fitted. What rounding may do is measured in the same run, on the same tokens: our own path in the engine's
-precision beside float64, from a cache, among more rows, and with every result of it rounded once more (the nulls). What is
-further off than all of them is not within rounding; what is surely further off than with every result rounded to a bit fewer is
-no rounding; between the two it cannot be told. A cause is named where our own float64 with it gives what the side gave: it is
-surely nearer on tokens that it was not chosen by, and what it leaves is within the nulls.
+No limit here is fitted. What rounding may do is measured in the same run, on the same tokens: our
+own path in the engine's precision beside float64, from a cache, among more rows, and with every
+result of it rounded once more (the nulls). What is further off than all of them is not within
+rounding; what is surely further off than with every result rounded to a bit fewer is no rounding;
+between the two it cannot be told. A cause is named where our own float64 with it gives what the
+side gave: it is surely nearer on tokens that it was not chosen by, and what it leaves is within the
+nulls.
 """
 
 from __future__ import annotations
@@ -51,21 +54,26 @@ def audit_engine(
     tell: Callable[[str], None] = lambda doing: None,
     older: Any = None,
 ) -> Verdict:
-    """Judges log-probs that another engine gave of a model, and those of a trainer where they stand beside them.
+    """Judges log-probs that another engine gave of a model, and those of a trainer where they stand
+    beside them.
 
     Args:
         model: The model, as :func:`kvinterp.wrap` takes it.
-        source: The file that it wrote, see docs/engines.md; what :meth:`kvinterp.Trace.from_arrays` made; or what was read.
-        declared: The dtype that the engine was said to compute in; what the file says unless given, or none.
+        source: The file that it wrote, see docs/engines.md; what :meth:`kvinterp.Trace.from_arrays`
+            made; or what was read.
+        declared: The dtype that the engine was said to compute in; what the file says unless given,
+            or none.
         format: The file's format; known by the content unless given.
         allow: Words that shall not fail.
         seed: Seeds the resampling.
         tell: Told what is done next.
-        older: The model with weights of an earlier time, or without an adapter, which an engine or its cache may still have.
+        older: The model with weights of an earlier time, or without an adapter, which an engine or
+            its cache may still have.
 
     Returns:
-        The verdict, that of the worse side; its ``given`` has the distances, what was tried, and the statistics of reinforcement
-        learning, its ``tokens`` both sides' log-probs. Of two sides ``given["sides"]`` has the word and reason of each.
+        The verdict, that of the worse side; its ``given`` has the distances, what was tried, and
+        the statistics of reinforcement learning, its ``tokens`` both sides' log-probs. Of two sides
+        ``given["sides"]`` has the word and reason of each.
 
     Raises:
         InputError: The file cannot be read, or a text cannot be one of this model's.
@@ -76,7 +84,11 @@ def audit_engine(
     allow = allowed(allow)
     # Copies, since zeros that stand for nothing are taken out of them.
     paths = [
-        dataclasses.replace(path, chosen=path.chosen.copy(), trainer=None if path.trainer is None else path.trainer.copy())
+        dataclasses.replace(
+            path,
+            chosen=path.chosen.copy(),
+            trainer=None if path.trainer is None else path.trainer.copy(),
+        )
         for path in _read(adapter, source, format)
     ]
     dtype = _declared(paths, declared)
@@ -90,13 +102,23 @@ def audit_engine(
         if any(path.trainer is not None for path in paths):
             # What is declared is the engine's; no declared dtype is known for a trainer.
             none: dict[str, Any] = {"top": {}, "missing": Counter(), "step": None}
-            rows = [np.full(len(path.ids), np.nan) if path.trainer is None else path.trainer for path in paths]
-            turned = [dataclasses.replace(path, chosen=row, **none) for path, row in zip(paths, rows, strict=True)]
+            rows = [
+                np.full(len(path.ids), np.nan) if path.trainer is None else path.trainer
+                for path in paths
+            ]
+            turned = [
+                dataclasses.replace(path, chosen=row, **none)
+                for path, row in zip(paths, rows, strict=True)
+            ]
             sides.append(Side(ours, "the trainer", turned, None, seed, earlier))
         for side in sides:
             side.judge()
         verdict = _verdict(adapter, paths, sides, ours, allow)
-        return with_hidden_states(adapter, source, verdict, allow) if isinstance(source, Trace) else verdict
+        return (
+            with_hidden_states(adapter, source, verdict, allow)
+            if isinstance(source, Trace)
+            else verdict
+        )
 
 
 def _older(adapter: Adapter, older: Any) -> Adapter:
@@ -106,7 +128,10 @@ def _older(adapter: Adapter, older: Any) -> Adapter:
         InputError: It is another model.
     """
     earlier = unrounded(wrap(older))
-    shapes = [{name: tuple(value.shape) for name, value in each.model.named_parameters()} for each in (adapter, earlier)]
+    shapes = [
+        {name: tuple(value.shape) for name, value in each.model.named_parameters()}
+        for each in (adapter, earlier)
+    ]
     if shapes[0] != shapes[1]:
         raise InputError(
             f"older is {earlier.facts.name}, whose weights have other names or shapes than those of {adapter.facts.name}: give "
@@ -116,9 +141,11 @@ def _older(adapter: Adapter, older: Any) -> Adapter:
 
 
 def unrounded(adapter: Adapter) -> Adapter:
-    """Loads a model's weights again in float32 where they were rounded as they were loaded, as the command line does.
+    """Loads a model's weights again in float32 where they were rounded as they were loaded, as the
+    command line does.
 
-    Only if the checkpoint's own weights, rounded, are the model's: what was changed since is judged as it is.
+    Only if the checkpoint's own weights, rounded, are the model's: what was changed since is judged
+    as it is.
     """
     if adapter.dtype not in (torch.bfloat16, torch.float16):
         return adapter
@@ -129,19 +156,28 @@ def unrounded(adapter: Adapter) -> Adapter:
     except KvinterpError:
         return adapter
     own, read = adapter.model.state_dict(), again.model.state_dict()
-    log.info("%s was loaded in %s: its weights are read from %s again", adapter.facts.name, adapter.dtype, folder)
-    same = own.keys() == read.keys() and all(torch.equal(own[name], read[name].to(own[name].dtype)) for name in own)
+    log.info(
+        "%s was loaded in %s: its weights are read from %s again",
+        adapter.facts.name,
+        adapter.dtype,
+        folder,
+    )
+    same = own.keys() == read.keys() and all(
+        torch.equal(own[name], read[name].to(own[name].dtype)) for name in own
+    )
     return again if same else adapter
 
 
-# What is read ----------------------------------------------------------------------------------------------------------------
+# What is read -------------------------------------------------------------------------------------
 
 
 def _read(adapter: Adapter, source: Any, format: str | None) -> Sequence[EnginePath]:
-    """The paths of a file, with the model's own ids of texts and its own beginning, or of what was read already.
+    """The paths of a file, with the model's own ids of texts and its own beginning, or of what was
+    read already.
 
     Raises:
-        InputError: A text has a token outside the model's vocabulary, or is longer than its context.
+        InputError: A text has a token outside the model's vocabulary, or is longer than its
+            context.
     """
     facts, texts = adapter.facts, dict[str, int | None]()
 
@@ -157,7 +193,12 @@ def _read(adapter: Adapter, source: Any, format: str | None) -> Sequence[EngineP
         paths = source
     else:
         bos = getattr(adapter.tokenizer, "bos_token_id", None)
-        paths = read_engine(source, format, token, bos if bos is not None and adapter.encode("a")[0] == bos else None)
+        paths = read_engine(
+            source,
+            format,
+            token,
+            bos if bos is not None and adapter.encode("a")[0] == bos else None,
+        )
     for path in paths:
         ids = [*path.ids, *(max(0, int(top.max())) for top, _ in path.top.values() if len(top))]
         if wrong := [token for token in ids if not 0 <= token < facts.vocabulary]:
@@ -174,26 +215,40 @@ def _read(adapter: Adapter, source: Any, format: str | None) -> Sequence[EngineP
 
 def _declared(paths: Sequence[EnginePath], declared: str | None) -> str | None:
     if declared is None:
-        dtypes = sorted({dtype_word(path.declared["dtype"]) for path in paths if "dtype" in path.declared})
+        dtypes = sorted(
+            {dtype_word(path.declared["dtype"]) for path in paths if "dtype" in path.declared}
+        )
         if len(dtypes) > 1:
-            raise InputError(f"the sequences declare {listed(dtypes)}: expected one dtype; give it, or judge them apart.")
+            raise InputError(
+                f"the sequences declare {listed(dtypes)}: expected one dtype; give it, or judge them apart."
+            )
         declared = next(iter(dtypes), None)
     declared = None if declared is None else dtype_word(declared)
     if declared not in (None, "float64", *(rung.name for rung in RUNGS)):
-        raise InputError(f"dtype={declared!r} was declared: expected float64, float32, float16 or bfloat16; leave it out.")
+        raise InputError(
+            f"dtype={declared!r} was declared: expected float64, float32, float16 or bfloat16; leave it out."
+        )
     return "float32" if declared == "float64" else declared
 
 
-# What is said ----------------------------------------------------------------------------------------------------------------
+# What is said -------------------------------------------------------------------------------------
 
 
 def _verdict(
-    adapter: Adapter, paths: Sequence[EnginePath], sides: Sequence[Side], ours: Ours, allow: Sequence[str]
+    adapter: Adapter,
+    paths: Sequence[EnginePath],
+    sides: Sequence[Side],
+    ours: Ours,
+    allow: Sequence[str],
 ) -> Verdict:
-    """Makes the verdict of the side that is worse; with two sides, every sentence names its side."""
+    """Makes the verdict of the side that is worse; with two sides, every sentence names its
+    side.
+    """
 
     def code(side: Side) -> int:
-        return 0 if side.word in GOOD or side.word in allow else 1 if side.word == CANNOT_TELL else 2
+        return (
+            0 if side.word in GOOD or side.word in allow else 1 if side.word == CANNOT_TELL else 2
+        )
 
     worst, two, dtype = max(sides, key=code), len(sides) > 1, sides[0].declared
     whose = f"{worst.name}'s" if two else "another engine's"
@@ -205,14 +260,21 @@ def _verdict(
         for side in sides
         for check in side.checks
     ]
-    why = [f"  {side.name}: {side.word}: {side.why}" for side in sorted(sides, key=code, reverse=True)]
+    why = [
+        f"  {side.name}: {side.word}: {side.why}" for side in sorted(sides, key=code, reverse=True)
+    ]
     tokens = f": {worst.where}" if worst.where and code(worst) else ""
-    lines = [f"{head}, declared {dtype or 'no dtype'}{tokens}", *(why if two else [f"  {worst.why}"])]
+    lines = [
+        f"{head}, declared {dtype or 'no dtype'}{tokens}",
+        *(why if two else [f"  {worst.why}"]),
+    ]
     lines += [f"  {check.name}: {check.detail}" for check in checks]
     table = {**worst.table, "begins": worst.begins}
     if (statistics := sides[0].statistics()) is not None:
         every, count = statistics["all"], len(statistics["by_sequence"])
-        low, mean, high = (f"{every[f'rollout_is_seq_{name}']:.3g}" for name in ("min", "mean", "max"))
+        low, mean, high = (
+            f"{every[f'rollout_is_seq_{name}']:.3g}" for name in ("min", "mean", "max")
+        )
         lines.append(
             f"  importance ratio by sequence, {statistics['trainer']} over the engine: {low} to {high}, mean {mean} "
             f"(n = {count:,} sequences)."
@@ -222,7 +284,9 @@ def _verdict(
     if two:
         words = [{"side": side.name, "verdict": side.word, "why": side.why} for side in sides]
         table |= {"side": worst.name, "sides": words}
-    rows: list[Any] = [ours.row(TRUTH, number) for number in range(len(paths))] if "truth" in vars(worst) else []
+    rows: list[Any] = (
+        [ours.row(TRUTH, number) for number in range(len(paths))] if "truth" in vars(worst) else []
+    )
     return Verdict(
         worst.word, None, None if worst.word in GOOD else worst.begins, "", "", {}, tuple(checks), (), "\n".join(lines),
         "yes" if not code(worst) and worst.word not in GOOD else "no",
@@ -232,7 +296,9 @@ def _verdict(
 
 
 def _said_of_training(statistics: dict[str, Any]) -> list[str]:
-    """Says k3 beside that of rounding, and which clips lie below what rounding alone moves; nothing without a null."""
+    """Says k3 beside that of rounding, and which clips lie below what rounding alone moves; nothing
+    without a null.
+    """
     if "null" not in statistics:
         return []
     every, null, floor = (statistics[name] for name in ("all", "null", "floor"))
@@ -254,7 +320,9 @@ def _said_of_training(statistics: dict[str, Any]) -> list[str]:
     ]
 
 
-def _token_table(adapter: Adapter, paths: Sequence[EnginePath], rows: Sequence[Row]) -> pd.DataFrame:
+def _token_table(
+    adapter: Adapter, paths: Sequence[EnginePath], rows: Sequence[Row]
+) -> pd.DataFrame:
     """Puts every token beside our log-prob of it, a row each; NaN where one of the two has none."""
     frames = []
     for path, ours in zip(paths, rows, strict=True):
@@ -267,10 +335,14 @@ def _token_table(adapter: Adapter, paths: Sequence[EnginePath], rows: Sequence[R
             "engine": path.chosen,
             "ours": ours,
         }
-        frames.append(pd.DataFrame(frame | ({} if path.trainer is None else {"trainer": path.trainer})))
+        frames.append(
+            pd.DataFrame(frame | ({} if path.trainer is None else {"trainer": path.trainer}))
+        )
     table = pd.concat(frames, ignore_index=True)
     seen = table["token"].unique()
-    table.insert(4, "text", table["token"].map(dict(zip(seen, adapter.pieces(seen.tolist()), strict=True))))
+    table.insert(
+        4, "text", table["token"].map(dict(zip(seen, adapter.pieces(seen.tolist()), strict=True)))
+    )
     table.insert(7, "difference", table["engine"] - table["ours"])
     if "trainer" in table:
         table["trainer_difference"] = table["trainer"] - table["ours"]

@@ -1,4 +1,6 @@
-"""What ``kvinterp list formats`` shows: the files of other engines that are read; no reader is imported."""
+"""What ``kvinterp list formats`` shows: the files of other engines that are read; no reader is
+imported.
+"""
 
 from kvinterp.common.spec import first_line, plugins_read
 
@@ -10,4 +12,7 @@ def formats() -> list[dict[str, str]]:
         "name": "kl_base",
         "what it is": "llama.cpp's log-probs of whole texts, as llama-perplexity --kl-divergence-base writes them",
     }
-    return [*({"name": name, "what it is": first_line(kind)} for name, kind in readers.items()), whole]
+    return [
+        *({"name": name, "what it is": first_line(kind)} for name, kind in readers.items()),
+        whole,
+    ]

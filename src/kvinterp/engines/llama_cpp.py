@@ -1,9 +1,12 @@
-"""Attention as llama.cpp computes it on a processor, in place of a model's own: what its caches do to queries, too.
+"""Attention as llama.cpp computes it on a processor, in place of a model's own: what its caches do
+to queries, too.
 
-Keys of a quantised cache meet queries in q8_0, those of a 16-bit cache queries in float16. Since llama.cpp#21038 (April 2026) a
-quantised cache holds keys and values that a Hadamard matrix turned, keys in the largest block that divides the head, values in
-blocks of 64. Its Llamas have a pair's two halves beside each other, so that other elements share a scale. Without flash
-attention probabilities are float16 where values are; with it a single row adds values up in float16, a key after another.
+Keys of a quantised cache meet queries in q8_0, those of a 16-bit cache queries in float16. Since
+llama.cpp#21038 (April 2026) a quantised cache holds keys and values that a Hadamard matrix turned,
+keys in the largest block that divides the head, values in blocks of 64. Its Llamas have a pair's
+two halves beside each other, so that other elements share a scale. Without flash attention
+probabilities are float16 where values are; with it a single row adds values up in float16, a key
+after another.
 Sources: llama.cpp src/llama-kv-cache.cpp, ggml/src/ggml-cpu/ops.cpp, convert_hf_to_gguf.py.
 """
 
@@ -23,17 +26,23 @@ from kvinterp.policies.gguf import BLOCK, Q4_0, Q8_0
 NAME = "kvinterp_llama_cpp"
 KINDS = {"q8_0": Q8_0, "q4_0": Q4_0}
 MOST = 2**34
-"""So many steps of adding one number are made at most where values are added up one after another."""
+"""So many steps of adding one number are made at most where values are added up one after
+another.
+"""
 ADDED = "added up in float16"
 
 
-def llama_cpp(cache: str, turned: str = "", way: str = "") -> Callable[[nn.Module], list[tuple[Any, str, Any]]]:
-    """The attribute of a model's config by which its attention is llama.cpp's: the config, its name and the value.
+def llama_cpp(
+    cache: str, turned: str = "", way: str = ""
+) -> Callable[[nn.Module], list[tuple[Any, str, Any]]]:
+    """The attribute of a model's config by which its attention is llama.cpp's: the config, its name
+    and the value.
 
     Args:
         cache: ``"float16"``, ``"q8_0"`` or ``"q4_0"``.
         turned: ``"turned"``: by a Hadamard matrix, as llama.cpp does where 64 divides the head.
-        way: ``"rounded"``: probabilities are float16; :data:`ADDED`: so are sums of values, a key after another.
+        way: ``"rounded"``: probabilities are float16; :data:`ADDED`: so are sums of values, a key
+            after another.
     """
 
     def attributes(model: nn.Module) -> list[tuple[Any, str, Any]]:
@@ -48,15 +57,29 @@ def llama_cpp(cache: str, turned: str = "", way: str = "") -> Callable[[nn.Modul
     return attributes
 
 
-def _attention(cache: str, turned: str, way: str, pairs: bool) -> Callable[..., tuple[Tensor, None]]:
+def _attention(
+    cache: str, turned: str, way: str, pairs: bool
+) -> Callable[..., tuple[Tensor, None]]:
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **more: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        **more: Any,
     ) -> tuple[Tensor, None]:
-        if any(more.get(name) is not None for name in ("sliding_window", "softcap", "s_aux")) or mask is not None:
+        if (
+            any(more.get(name) is not None for name in ("sliding_window", "softcap", "s_aux"))
+            or mask is not None
+        ):
             raise UnsupportedError(
                 "attention with a window, a cap or sinks is not computed as llama.cpp does: use another."
             )
-        query, key = (_turn(_paired(each, pairs), turned, each.shape[-1] & -each.shape[-1]) for each in (query, key))
+        query, key = (
+            _turn(_paired(each, pairs), turned, each.shape[-1] & -each.shape[-1])
+            for each in (query, key)
+        )
         value = _turn(value, turned, 64)
         query = _rounded(query, "float16" if cache == "float16" else "q8_0")
         group = query.shape[1] // key.shape[1]
@@ -75,18 +98,26 @@ def _attention(cache: str, turned: str, way: str, pairs: bool) -> Callable[..., 
 
 
 def _added(scores: Tensor, value: Tensor) -> Tensor:
-    """Softmax over one key after another, its sums of values rounded to float16 at each; ``[batch, head, row, width]``."""
+    """Softmax over one key after another, its sums of values rounded to float16 at each;
+    ``[batch, head, row, width]``.
+    """
     if scores.numel() * value.shape[-1] > MOST:
-        raise UnsupportedError("these texts are too long to be added up a key at a time: give shorter ones.")
+        raise UnsupportedError(
+            "these texts are too long to be added up a key at a time: give shorter ones."
+        )
     most, total = torch.full_like(scores[..., 0], -torch.inf), torch.zeros_like(scores[..., 0])
-    sums = torch.zeros(*scores.shape[:-1], value.shape[-1], dtype=torch.float16, device=value.device)
+    sums = torch.zeros(
+        *scores.shape[:-1], value.shape[-1], dtype=torch.float16, device=value.device
+    )
     for at in range(scores.shape[-1]):
         # A row sees no key behind it.
         score, above = scores[:, :, at:, at], most[:, :, at:]
         now = torch.maximum(above, score)
         shrunk, weight = (above - now).exp(), (score - now).exp()
         here = torch.where(
-            (score > above)[..., None], (sums[:, :, at:].float() * shrunk[..., None]).half(), sums[:, :, at:]
+            (score > above)[..., None],
+            (sums[:, :, at:].float() * shrunk[..., None]).half(),
+            sums[:, :, at:],
         )
         sums[:, :, at:] = (here.float() + value[:, :, at, None] * weight[..., None]).half()
         total[:, :, at:], most[:, :, at:] = total[:, :, at:] * shrunk + weight, now
@@ -96,7 +127,12 @@ def _added(scores: Tensor, value: Tensor) -> Tensor:
 def _rounded(tensor: Tensor, kind: str) -> Tensor:
     if kind == "float16":
         return tensor.half().to(tensor.dtype)
-    return KINDS[kind]().rounded(tensor.float().unflatten(-1, (-1, BLOCK))).flatten(-2).to(tensor.dtype)
+    return (
+        KINDS[kind]()
+        .rounded(tensor.float().unflatten(-1, (-1, BLOCK)))
+        .flatten(-2)
+        .to(tensor.dtype)
+    )
 
 
 def _paired(tensor: Tensor, pairs: bool) -> Tensor:

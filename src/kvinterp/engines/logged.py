@@ -1,4 +1,6 @@
-"""What a training run logs of log-probs: trainer beside rollout, with intervals, and beside what rounding alone would log."""
+"""What a training run logs of log-probs: trainer beside rollout, with intervals, and beside what
+rounding alone would log.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,15 @@ from kvinterp.recording.engine_path import EnginePath
 
 
 def logged(
-    paths: Sequence[EnginePath], tokens: Tokens, truth: np.ndarray, ours: np.ndarray | None, precision: str, seed: int
+    paths: Sequence[EnginePath],
+    tokens: Tokens,
+    truth: np.ndarray,
+    ours: np.ndarray | None,
+    precision: str,
+    seed: int,
 ) -> dict[str, Any] | None:
-    """Compares trainer and rollout: the file's own trainer where it has one, or our float64; None where nothing is given.
+    """Compares trainer and rollout: the file's own trainer where it has one, or our float64; None
+    where nothing is given.
 
     Args:
         paths: The sequences.
@@ -34,7 +42,12 @@ def logged(
     rows = []
     for number in np.unique(sequence):
         at = sequence == number
-        rows.append({"sequence": paths[number].id, **rollout_statistics(trainer[at], rollout[at], sequence[at])})
+        rows.append(
+            {
+                "sequence": paths[number].id,
+                **rollout_statistics(trainer[at], rollout[at], sequence[at]),
+            }
+        )
     every = rollout_statistics(trainer, rollout, sequence)
     found: dict[str, Any] = {
         "trainer": "the file's trainer" if own else "our float64",
@@ -47,6 +60,11 @@ def logged(
         found["null"] = rollout_statistics(truth[known], ours[known], sequence)
         apart = (truth - ours)[known]
         means = [float(apart[sequence == number].mean()) for number in np.unique(sequence)]
-        floor = {"token": np.median(np.abs(np.expm1(apart))), "sequence": np.median(np.abs(np.expm1(means)))}
-        found["floor"] = {name: float(value) for name, value in floor.items()} | {"precision": precision}
+        floor = {
+            "token": np.median(np.abs(np.expm1(apart))),
+            "sequence": np.median(np.abs(np.expm1(means))),
+        }
+        found["floor"] = {name: float(value) for name, value in floor.items()} | {
+            "precision": precision
+        }
     return found

@@ -1,7 +1,9 @@
-"""Which of our tensors each of theirs is: every array that was recorded elsewhere, beside every site and layer of ours.
+"""Which of our tensors each of theirs is: every array that was recorded elsewhere, beside every
+site and layer of ours.
 
-Names mislead: an engine's "layer 3" may be what enters layer 3, its MLP's output alone, or a row late. Here an array is what it
-is nearest to at most of its rows. The runner-up stands beside it, since a residual stream changes little from layer to layer.
+Names mislead: an engine's "layer 3" may be what enters layer 3, its MLP's output alone, or a row
+late. Here an array is what it is nearest to at most of its rows. The runner-up stands beside it,
+since a residual stream changes little from layer to layer.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ class SiteMatches:
     """Which of our tensors theirs are.
 
     Attributes:
-        table: One row an array of theirs: ``theirs``, ``ours`` (the nearest site and layer; "" where none has its width),
-            ``rows``, ``nearest`` (at how many of them it is the nearest), ``error`` (length of the difference over ours),
-            ``units`` (the error in units of the coarser dtype's precision), ``shift`` (in rows), ``scale`` (theirs over ours),
-            ``second`` and ``second_error`` (the runner-up), ``margin`` (its error over the nearest's), ``named`` (whether the
-            nearest is what its name says: "yes", "no", or "" where its name says none) and ``sure`` ("yes" where chance does not
-            make it nearest at so many rows).
+        table: One row an array of theirs: ``theirs``, ``ours`` (the nearest site and layer; ""
+            where none has its width), ``rows``, ``nearest`` (at how many of them it is the
+            nearest), ``error`` (length of the difference over ours), ``units`` (the error in units
+            of the coarser dtype's precision), ``shift`` (in rows), ``scale`` (theirs over ours),
+            ``second`` and ``second_error`` (the runner-up), ``margin`` (its error over the
+            nearest's), ``named`` (whether the
+            nearest is what its name says: "yes", "no", or "" where its name says none) and ``sure``
+            ("yes" where chance does not make it nearest at so many rows).
     """
 
     table: pd.DataFrame
@@ -56,8 +60,9 @@ def match_sites(ours: Any, theirs: Any) -> SiteMatches:
     """Finds which of our tensors each of theirs is.
 
     Args:
-        ours: A trace that recorded sites (``kv.run(..., record="resid_pre,resid_post,attn_out,mlp_out")``), or arrays by
-            name or by site and layer.
+        ours: A trace that recorded sites
+            (``kv.run(..., record="resid_pre,resid_post,attn_out,mlp_out")``), or arrays by name or
+            by site and layer.
         theirs: The same of another engine, such as ``kv.Trace.from_arrays(..., hidden=...)`` or
             ``{("resid_post", 3): [row, width]}``.
 
@@ -69,22 +74,30 @@ def match_sites(ours: Any, theirs: Any) -> SiteMatches:
     """
     sides = [_arrays(side, name) for side, name in ((ours, "ours"), (theirs, "theirs"))]
     groups = _distinct(sides[0])
-    return SiteMatches(pd.DataFrame([_matched(name, array, groups) for name, array in sides[1].items()]))
+    return SiteMatches(
+        pd.DataFrame([_matched(name, array, groups) for name, array in sides[1].items()])
+    )
 
 
 def _arrays(given: Any, what: str) -> dict[str, Tensor]:
     """``[row, width]`` by name, of a trace's records or of a mapping."""
     records = given.records if isinstance(given, Trace) else given
     if not isinstance(records, Mapping) or not records:
-        raise InputError(f"{what} is {shown(given)}: expected a trace that recorded sites, or arrays by name.")
+        raise InputError(
+            f"{what} is {shown(given)}: expected a trace that recorded sites, or arrays by name."
+        )
     arrays = {}
     for place, values in records.items():
         place = place_of(place) if isinstance(place, str) else place
         name = f"{place[0]} {place[1]}" if isinstance(place, tuple) else str(place)
         try:
-            array = torch.stack(list(values)) if isinstance(values, list) else torch.as_tensor(values)
+            array = (
+                torch.stack(list(values)) if isinstance(values, list) else torch.as_tensor(values)
+            )
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"{what}: {name} is no array of rows of one width: give [row, width].") from error
+            raise InputError(
+                f"{what}: {name} is no array of rows of one width: give [row, width]."
+            ) from error
         if not array.is_floating_point() or not array.numel():
             raise InputError(f"{what}: {name} holds no floating-point numbers: give [row, width].")
         arrays[name] = array.detach().cpu().reshape(-1, array.shape[-1] if array.dim() > 1 else 1)
@@ -92,10 +105,19 @@ def _arrays(given: Any, what: str) -> dict[str, Tensor]:
 
 
 def _distinct(arrays: Mapping[str, Tensor]) -> list[tuple[list[str], Tensor]]:
-    """Our arrays, those that are bitwise the same together: what leaves a layer is what enters the next."""
+    """Our arrays, those that are bitwise the same together: what leaves a layer is what enters the
+    next.
+    """
     groups: list[tuple[list[str], Tensor]] = []
     for name, array in arrays.items():
-        same = next((names for names, other in groups if other.shape == array.shape and torch.equal(other, array)), None)
+        same = next(
+            (
+                names
+                for names, other in groups
+                if other.shape == array.shape and torch.equal(other, array)
+            ),
+            None,
+        )
         if same is None:
             groups.append(([name], array))
         else:
@@ -103,7 +125,9 @@ def _distinct(arrays: Mapping[str, Tensor]) -> list[tuple[list[str], Tensor]]:
     return groups
 
 
-def _matched(name: str, array: Tensor, groups: Sequence[tuple[list[str], Tensor]]) -> dict[str, Any]:
+def _matched(
+    name: str, array: Tensor, groups: Sequence[tuple[list[str], Tensor]]
+) -> dict[str, Any]:
     row: dict[str, Any] = {
         "theirs": name, "ours": "", "rows": len(array), "nearest": 0, "error": np.nan, "units": np.nan, "shift": 0,
         "scale": np.nan, "second": "", "second_error": np.nan, "margin": np.nan, "named": "", "sure": "no",
@@ -112,13 +136,24 @@ def _matched(name: str, array: Tensor, groups: Sequence[tuple[list[str], Tensor]
     for names, own in groups:
         for shift in SHIFTS if len(array) == len(own) and len(array) > 3 else (0,):
             count = min(len(array), len(own)) - abs(shift)
-            if own.shape[1] != array.shape[1] or (len(own) != len(array) and not shift) or count < 1:
+            if (
+                own.shape[1] != array.shape[1]
+                or (len(own) != len(array) and not shift)
+                or count < 1
+            ):
                 continue
             theirs, mine = array[max(-shift, 0) :][:count], own[max(shift, 0) :][:count]
             gaps = torch.linalg.vector_norm(theirs.double() - mine.double(), dim=-1)
             size = torch.linalg.vector_norm(mine.double())
             found.append(
-                (float(torch.linalg.vector_norm(gaps) / size) if size else np.inf, names, shift, theirs, mine, gaps)
+                (
+                    float(torch.linalg.vector_norm(gaps) / size) if size else np.inf,
+                    names,
+                    shift,
+                    theirs,
+                    mine,
+                    gaps,
+                )
             )
     if not found:
         return row
@@ -127,7 +162,9 @@ def _matched(name: str, array: Tensor, groups: Sequence[tuple[list[str], Tensor]
     others = [one for one in found[1:] if one[1] is not names]
     alias = _preferred(names, name)
     near = _nearest_rows(gaps, shift, [one for one in others if one[2] == shift])
-    unit = max(torch.finfo(side.dtype).eps for side in (theirs, mine) if side.dtype.is_floating_point)
+    unit = max(
+        torch.finfo(side.dtype).eps for side in (theirs, mine) if side.dtype.is_floating_point
+    )
     named = "yes" if name in names else "no" if any(name in group for group, _ in groups) else ""
     # Among so many sites chance makes one nearest at this share of rows.
     chance = scipy.stats.binom.sf(near - 1, len(gaps), 1 / max(len(others) + 1, 2))
@@ -158,10 +195,13 @@ def _nearest_rows(gaps: Tensor, shift: int, others: Sequence[tuple[Any, ...]]) -
 def _preferred(names: Sequence[str], name: str) -> str:
     """Of names of one tensor the one that reads best beside theirs: its own, or one of its site."""
     site = name.rpartition(" ")[0]
-    return next((n for n in names if n == name), next((n for n in names if n.rpartition(" ")[0] == site), names[0]))
+    return next(
+        (n for n in names if n == name),
+        next((n for n in names if n.rpartition(" ")[0] == site), names[0]),
+    )
 
 
-# What is said ----------------------------------------------------------------------------------------------------------------
+# What is said -------------------------------------------------------------------------------------
 
 
 def sentences(table: pd.DataFrame) -> list[str]:
@@ -188,7 +228,11 @@ def _alike(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     shifts = {row["shift"] for row in rows}
     if len(shifts) == 1 and (shift := shifts.pop()):
         return [f"{every} arrays are a row {'late' if shift < 0 else 'early'}."]
-    if len(off) == 1 and (by := off.pop()) and all(given and mine and given[0] == mine[0] for given, mine in pairs):
+    if (
+        len(off) == 1
+        and (by := off.pop())
+        and all(given and mine and given[0] == mine[0] for given, mine in pairs)
+    ):
         layers = "one layer" if abs(by) == 1 else f"{abs(by)} layers"
         return [f"{every} arrays are {layers} {'early' if by < 0 else 'late'}."]
     sites = {mine[0] for _, mine in pairs if mine}
@@ -219,7 +263,9 @@ def _sentence(row: Mapping[str, Any]) -> str:
     if not row["ours"]:
         return f"theirs, {theirs}, has the width and rows of none of ours."
     error = f"{number(row['error'])} of its length, {number(row['units'])} units of the dtype's precision"
-    second = f"; next is {_said(row['second'])}, {number(row['second_error'])}" if row["second"] else ""
+    second = (
+        f"; next is {_said(row['second'])}, {number(row['second_error'])}" if row["second"] else ""
+    )
     if row["sure"] == "no":
         return f"theirs, {theirs}, is surely none of ours: nearest is {_said(row['ours'])}, {error}{second}."
     late = {0: "", 1: ", a row early", -1: ", a row late"}[row["shift"]]
@@ -228,9 +274,12 @@ def _sentence(row: Mapping[str, Any]) -> str:
 
 
 def misnamed(ours: Trace, theirs: Trace) -> list[str]:
-    """Says what the arrays of two traces are where one is nearer to another of ours than to that of its name."""
+    """Says what the arrays of two traces are where one is nearer to another of ours than to that of
+    its name.
+    """
     records = [
-        {place: rows for place, rows in trace.records.items() if rows and rows[0].dim() == 1} for trace in (ours, theirs)
+        {place: rows for place, rows in trace.records.items() if rows and rows[0].dim() == 1}
+        for trace in (ours, theirs)
     ]
     if not all(records):
         return []
@@ -240,6 +289,12 @@ def misnamed(ours: Trace, theirs: Trace) -> list[str]:
 
 
 def listed_lines(table: pd.DataFrame) -> list[str]:
-    """The sentences about the arrays, the common one alone where there is one and more than a few are listed."""
+    """The sentences about the arrays, the common one alone where there is one and more than a few
+    are listed.
+    """
     lines = sentences(table)
-    return lines if len(lines) <= 6 else [*lines[:5], f"and {listed([str(n) for n in table['theirs'][5:9]])} ..."]
+    return (
+        lines
+        if len(lines) <= 6
+        else [*lines[:5], f"and {listed([str(n) for n in table['theirs'][5:9]])} ..."]
+    )

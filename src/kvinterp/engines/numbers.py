@@ -1,7 +1,8 @@
-"""What is asked of log-probs as numbers alone: which are compared, how far apart, surely or by chance.
+"""What is asked of log-probs as numbers alone: which are compared, how far apart, surely or by
+chance.
 
-Whatever is chosen among several is chosen on a third of the tokens and accepted on the others, the held-out ones: to choose takes
-fewer than to be sure.
+Whatever is chosen among several is chosen on a third of the tokens and accepted on the others, the
+held-out ones: to choose takes fewer than to be sure.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from kvinterp.recording.engine_path import EnginePath
 CHANCE = 1e-3
 """The level of every test and interval here: how often it may call chance a difference."""
 MOVED = 1e-6
-"""What moves a log-prob by no more than this part of the most that it moves any does not act on it: float64 rounds."""
+"""What moves a log-prob by no more than this part of the most that it moves any does not act on it:
+float64 rounds.
+"""
 FEWEST = math.ceil(-math.log2(CHANCE) * 3 / 2)
-"""The fewest tokens that are judged: on two thirds of fewer no signed-rank test can reject at this level."""
+"""The fewest tokens that are judged: on two thirds of fewer no signed-rank test can reject at this
+level.
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,13 +49,17 @@ class Tokens:
     def of(cls, paths: Sequence[EnginePath]) -> Tokens:
         """Gathers what all paths have behind the first position."""
         places = [np.flatnonzero(np.isfinite(path.chosen[1:])) + 1 for path in paths]
-        engine = np.concatenate([*(path.chosen[at] for path, at in zip(paths, places, strict=True)), np.array([])])
+        engine = np.concatenate(
+            [*(path.chosen[at] for path, at in zip(paths, places, strict=True)), np.array([])]
+        )
         sequence = np.repeat(np.arange(len(paths)), [len(at) for at in places])
         return cls(engine, sequence, np.concatenate([*places, np.array([], int)]))
 
     @property
     def run(self) -> np.ndarray:
-        """``[token]``: which run of neighbours each is of; runs, at least :data:`FEWEST`, are what is resampled."""
+        """``[token]``: which run of neighbours each is of; runs, at least :data:`FEWEST`, are what
+        is resampled.
+        """
         return np.arange(len(self.engine)) // max(1, len(self.engine) // FEWEST)
 
     @property
@@ -63,7 +72,9 @@ class Tokens:
         return Tokens(self.engine[where], self.sequence[where], self.position[where])
 
     def some(self, most: int) -> Tokens:
-        """At most so many of them: of the first sequences that have as many, and of at least four if there are."""
+        """At most so many of them: of the first sequences that have as many, and of at least four
+        if there are.
+        """
         numbers, at = np.unique(self.sequence), np.array([], int)
         draw = np.random.default_rng(0)
         for number in numbers:
@@ -73,7 +84,9 @@ class Tokens:
         return self.at(at)
 
     def gathered(self, rows: Mapping[int, np.ndarray | None]) -> np.ndarray:
-        """``[token]``: of numbers by sequence and position those of the tokens; NaN where there are none."""
+        """``[token]``: of numbers by sequence and position those of the tokens; NaN where there are
+        none.
+        """
         values = np.full(len(self.engine), np.nan)
         for number, row in rows.items():
             here = self.sequence == number
@@ -81,7 +94,8 @@ class Tokens:
         return values
 
     def ratio(self, distance: np.ndarray, ours: np.ndarray, seed: int) -> dict[str, float]:
-        """One distance to float64 over another where both are: of the means, with an interval by resampling, and of the largest.
+        """One distance to float64 over another where both are: of the means, with an interval by
+        resampling, and of the largest.
 
         Args:
             distance: ``[token]``, the engine's ``|difference to float64|``.
@@ -91,18 +105,22 @@ class Tokens:
         known = np.isfinite(distance) & np.isfinite(ours)
         _, index = np.unique(self.run[known], return_inverse=True)
         sums = np.array([np.bincount(index, each[known]) for each in (distance, ours)])
-        drawn = np.random.default_rng(seed).integers(0, sums.shape[1], (round(10 / CHANCE), sums.shape[1]))
+        drawn = np.random.default_rng(seed).integers(
+            0, sums.shape[1], (round(10 / CHANCE), sums.shape[1])
+        )
         above, below = np.maximum(sums[:, drawn].sum(-1), TINY)
         low, high = np.quantile(above / below, [CHANCE, 1 - CHANCE])
         mean, most = (of(distance[known]) / max(of(ours[known]), TINY) for of in (np.mean, np.max))
         return {"mean": float(mean), "low": float(low), "high": float(high), "max": float(most)}
 
     def onset(self, distance: np.ndarray, noise: np.ndarray) -> int | None:
-        """The position from which on an engine surely differs by more, in units of our own noise; None where there is none.
+        """The position from which on an engine surely differs by more, in units of our own noise;
+        None where there is none.
 
         Args:
             distance: ``[token]``, absolute.
-            noise: ``[token]``, the same of one of our precisions: what late positions have anyway is not said of the engine.
+            noise: ``[token]``, the same of one of our precisions: what late positions have anyway
+                is not said of the engine.
         """
         level = scipy.stats.rankdata((distance + TINY) / (noise + TINY))
         best, cut, tried = 0.0, None, np.unique(self.position)[::2]
@@ -128,39 +146,68 @@ def mean_gap(a: np.ndarray, b: np.ndarray, where: np.ndarray) -> float:
 
 
 def nearer(side: np.ndarray, row: np.ndarray, truth: np.ndarray, where: np.ndarray) -> bool:
-    """Whether a row is surely nearer to a side than the truth is (Wilcoxon's signed ranks), at the tokens that it moves."""
+    """Whether a row is surely nearer to a side than the truth is (Wilcoxon's signed ranks), at the
+    tokens that it moves.
+    """
     moved = np.abs(row - truth)
-    gain = (np.abs(side - truth) - np.abs(side - row))[where & (moved > MOVED * np.nanmax(moved, initial=0.0))]
+    gain = (np.abs(side - truth) - np.abs(side - row))[
+        where & (moved > MOVED * np.nanmax(moved, initial=0.0))
+    ]
     gain = gain[np.isfinite(gain)]
-    return bool(gain.any()) and bool(scipy.stats.wilcoxon(gain, alternative="greater").pvalue < CHANCE)
+    return bool(gain.any()) and bool(
+        scipy.stats.wilcoxon(gain, alternative="greater").pvalue < CHANCE
+    )
 
 
 def alike(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether two signed differences surely go together (Spearman's rank correlation, one-sided)."""
+    """Whether two signed differences surely go together (Spearman's rank correlation,
+    one-sided).
+    """
     known = np.isfinite(a) & np.isfinite(b)
     moved = a[known].any() and b[known].any()
-    return bool(moved) and bool(scipy.stats.spearmanr(a[known], b[known], alternative="greater").pvalue < CHANCE)
+    return bool(moved) and bool(
+        scipy.stats.spearmanr(a[known], b[known], alternative="greater").pvalue < CHANCE
+    )
 
 
 def fitted(loss: Callable[[float], float], near: float, reach: float) -> float:
-    """The size of least loss, looked for in its logarithm, as exactly as float32 has to be reproduced."""
+    """The size of least loss, looked for in its logarithm, as exactly as float32 has to be
+    reproduced.
+    """
     bounds, options = (np.log(near) - reach, np.log(near) + reach), {"xatol": 1e-8, "maxiter": 40}
-    best = scipy.optimize.minimize_scalar(lambda size: loss(np.exp(size)), bounds=bounds, method="bounded", options=options)
+    best = scipy.optimize.minimize_scalar(
+        lambda size: loss(np.exp(size)), bounds=bounds, method="bounded", options=options
+    )
     return float(np.exp(best.x))
 
 
 def truncated(logits: Tensor, ids: np.ndarray) -> Mapping[str, np.ndarray]:
-    """Log-probs, ``[token]``, after each truncation, of ``[token, vocabulary]`` logits and ``[token]`` ids."""
+    """Log-probs, ``[token]``, after each truncation, of ``[token, vocabulary]`` logits and
+    ``[token]`` ids.
+    """
     own = logits.log_softmax(-1).gather(1, torch.from_numpy(ids)[:, None])
     sums = logits.softmax(-1).sort(-1, descending=True).values.cumsum(-1)
     last = logits.shape[1] - 1
-    keeps = {f"top_k={k}": torch.full((len(ids), 1), k - 1) for k in (5, 10, 20, 40, 50, 64, 100) if k <= last}
+    keeps = {
+        f"top_k={k}": torch.full((len(ids), 1), k - 1)
+        for k in (5, 10, 20, 40, 50, 64, 100)
+        if k <= last
+    }
     for share in (0.5, 0.8, 0.9, 0.95, 0.99):
         keeps[f"top_p={share:g}"] = (sums < share).sum(-1, keepdim=True).clamp(max=last)
-    rows = {f"after {name}": (own - sums.gather(1, keep).log())[:, 0].numpy() for name, keep in keeps.items()}
+    rows = {
+        f"after {name}": (own - sums.gather(1, keep).log())[:, 0].numpy()
+        for name, keep in keeps.items()
+    }
     probabilities = logits.softmax(-1)
     for share in (0.01, 0.02, 0.05, 0.1, 0.2):
-        kept = probabilities.masked_fill(probabilities < share * probabilities.amax(-1, keepdim=True), 0).sum(-1).log()
+        kept = (
+            probabilities.masked_fill(
+                probabilities < share * probabilities.amax(-1, keepdim=True), 0
+            )
+            .sum(-1)
+            .log()
+        )
         rows[f"after min_p={share:g}"] = (own[:, 0] - kept).numpy()
     return rows
 
@@ -178,8 +225,12 @@ def warmth(name: str) -> float | None:
     return float(name.removeprefix(_WARM).split()[0]) if name.startswith(_WARM) else None
 
 
-def warmed(engine: np.ndarray, logits: Tensor, ids: np.ndarray, where: np.ndarray) -> Mapping[str, np.ndarray]:
-    """Log-probs as :func:`truncated` gives them after the temperature that is nearest to the engine at some of the tokens."""
+def warmed(
+    engine: np.ndarray, logits: Tensor, ids: np.ndarray, where: np.ndarray
+) -> Mapping[str, np.ndarray]:
+    """Log-probs as :func:`truncated` gives them after the temperature that is nearest to the engine
+    at some of the tokens.
+    """
 
     def loss(value: float) -> float:
         return mean_gap(engine, warm(value, logits, ids), where)
@@ -191,20 +242,29 @@ def warmed(engine: np.ndarray, logits: Tensor, ids: np.ndarray, where: np.ndarra
 
 
 def warmed_and_truncated(logits: Tensor, ids: np.ndarray) -> dict[str, np.ndarray]:
-    """Log-probs after a usual temperature and a truncation, of few tokens and small vocabularies, since each sorts them."""
+    """Log-probs after a usual temperature and a truncation, of few tokens and small vocabularies,
+    since each sorts them.
+    """
     values = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3) if logits.shape[1] * len(ids) < 2**22 else ()
     return {f"{_WARM}{value:.3g} and {name.removeprefix('after ')}": row
             for value in values for name, row in truncated(logits / value, ids).items()}  # fmt: skip
 
 
 def penalised(
-    engine: np.ndarray, logits: Tensor, ids: np.ndarray, seen: Sequence[Sequence[int]], cuts: np.ndarray, where: np.ndarray
+    engine: np.ndarray,
+    logits: Tensor,
+    ids: np.ndarray,
+    seen: Sequence[Sequence[int]],
+    cuts: np.ndarray,
+    where: np.ndarray,
 ) -> Mapping[str, np.ndarray]:
-    """Log-probs after each penalty, of the size that is nearest to the engine at some of the tokens.
+    """Log-probs after each penalty, of the size that is nearest to the engine at some of the
+    tokens.
 
     Args:
         engine: ``[token]``, the engine's log-probs.
-        logits: ``[token, vocabulary]``, as the model gives them: a repetition penalty divides those above 0.
+        logits: ``[token, vocabulary]``, as the model gives them: a repetition penalty divides those
+            above 0.
         ids: ``[token]``.
         seen: For each token the ids before it.
         cuts: How many of them are the prompt's.
@@ -234,14 +294,20 @@ def penalised(
 
         grid = (1.02, 1.05, 1.1, 1.2, 1.5, 2.0)
         size = fitted(loss, min(grid, key=loss), 0.4)
-        rows["after " + name.format(size if name.startswith("repetition") else size - 1)] = warm(1.0, made(size), ids)
+        rows["after " + name.format(size if name.startswith("repetition") else size - 1)] = warm(
+            1.0, made(size), ids
+        )
     return rows
 
 
-def masked(engine: np.ndarray, logits: Tensor, ids: np.ndarray, where: np.ndarray) -> Mapping[str, np.ndarray]:
-    """Log-probs where one token is banned or biased, and those of the likeliest token in the place of the drawn one.
+def masked(
+    engine: np.ndarray, logits: Tensor, ids: np.ndarray, where: np.ndarray
+) -> Mapping[str, np.ndarray]:
+    """Log-probs where one token is banned or biased, and those of the likeliest token in the place
+    of the drawn one.
 
-    Banning the token v raises the log-prob of another by ``-log(1 - p(v))``; the token is the nearest one at some of the tokens.
+    Banning the token v raises the log-prob of another by ``-log(1 - p(v))``; the token is the
+    nearest one at some of the tokens.
     """
     logprobs = logits.log_softmax(-1)
     own = logprobs.gather(1, torch.from_numpy(ids)[:, None])
@@ -274,10 +340,14 @@ def grid_of(values: np.ndarray, step: float | None = None) -> Grid | None:
         return f"in steps of {step:.2g}", lambda row: np.round(row / step) * step
     for dtype in (torch.bfloat16, torch.float16):
         if np.array_equal(rounded(values, dtype), values):
-            return f"in {str(dtype).removeprefix('torch.')}", functools.partial(rounded, dtype=dtype)
+            return f"in {str(dtype).removeprefix('torch.')}", functools.partial(
+                rounded, dtype=dtype
+            )
     for digits in range(1, 7):
         if np.array_equal(np.round(values, digits), values):
-            return f"with {digits} decimal{'s' * (digits > 1)}", functools.partial(np.round, decimals=digits)  # type: ignore[return-value]
+            return f"with {digits} decimal{'s' * (digits > 1)}", functools.partial(
+                np.round, decimals=digits
+            )  # type: ignore[return-value]
     return None
 
 

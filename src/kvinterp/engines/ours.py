@@ -1,4 +1,6 @@
-"""Our own log-probs of the texts that an engine was given, along each way that is asked for, computed once."""
+"""Our own log-probs of the texts that an engine was given, along each way that is asked for,
+computed once.
+"""
 
 from __future__ import annotations
 
@@ -44,16 +46,25 @@ class Ours:
         return self.known[key]
 
     def _moved(self, path: EnginePath, way: Way, by: int) -> Row | None:
-        """``[position]``, the log-probs of a path whose positions are so many further on; None where the table ends before."""
+        """``[position]``, the log-probs of a path whose positions are so many further on; None
+        where the table ends before.
+        """
         if by + len(path.ids) > self.adapter.facts.context:
             return None
         return own_row(self.adapter, path.ids, len(path.prompt), moved(way, by))
 
     def _behind(self, prompt: tuple[int, ...], path: EnginePath, way: Way) -> Row | None:
-        """``[position]``, the log-probs of a path's ids behind another prompt; NaN for those of a prompt that is another one."""
+        """``[position]``, the log-probs of a path's ids behind another prompt; NaN for those of a
+        prompt that is another one.
+        """
         if len(prompt) + len(path.tokens) > self.adapter.facts.context:
             return None
-        row = own_row(self.adapter, (*prompt, *path.tokens), len(prompt), dataclasses.replace(way, before=None))
+        row = own_row(
+            self.adapter,
+            (*prompt, *path.tokens),
+            len(prompt),
+            dataclasses.replace(way, before=None),
+        )
         if row is None:
             return None
         row = row[len(prompt) - len(path.prompt) :].copy() if len(prompt) >= len(path.prompt) else np.r_[

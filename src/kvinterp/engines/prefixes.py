@@ -1,6 +1,8 @@
-"""Other tokens in front of a reply than the file says: what an engine may have seen that the file does not hold.
+"""Other tokens in front of a reply than the file says: what an engine may have seen that the file
+does not hold.
 
-A **prefix** makes of one path of a file other token ids and says by how many positions they are moved; its reply is the same.
+A **prefix** makes of one path of a file other token ids and says by how many positions they are
+moved; its reply is the same.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from kvinterp.models import Adapter
 from kvinterp.recording.engine_path import EnginePath
 
 Prefix = Callable[[Sequence[EnginePath], int], tuple[int, ...] | None]
-"""Of the paths of a file and the number of one: the prompt that the engine may have seen; None where it is the same."""
+"""Of the paths of a file and the number of one: the prompt that the engine may have seen; None
+where it is the same.
+"""
 
 
 def edits(adapter: Adapter) -> dict[str, Prefix]:
@@ -46,11 +50,15 @@ def edits(adapter: Adapter) -> dict[str, Prefix]:
         )
     found["the prompt without what all prompts begin with"] = _unshared
     if adapter.tokenizer is not None:
-        found["the prompt without its think parts"] = lambda paths, n: _rewritten(adapter, paths[n].prompt, _unthought)
-        found["the prompt's text encoded anew"] = lambda paths, n: _rewritten(adapter, paths[n].prompt, str)
-        found["the tokens of the turns before it in the file, not what its prompt makes of them"] = lambda paths, n: (
-            _generated(adapter, paths, n)
+        found["the prompt without its think parts"] = lambda paths, n: _rewritten(
+            adapter, paths[n].prompt, _unthought
         )
+        found["the prompt's text encoded anew"] = lambda paths, n: _rewritten(
+            adapter, paths[n].prompt, str
+        )
+        found[
+            "the tokens of the turns before it in the file, not what its prompt makes of them"
+        ] = lambda paths, n: _generated(adapter, paths, n)
     return found
 
 
@@ -65,28 +73,41 @@ def _ended(prompt: tuple[int, ...], special: AbstractSet[int], newline: int) -> 
 
 
 def _unthought(text: str) -> str:
-    """Without what was thought in earlier turns, as templates leave it out, and the white space behind it."""
+    """Without what was thought in earlier turns, as templates leave it out, and the white space
+    behind it.
+    """
     return re.sub(f"(?:{THOUGHT.pattern})\\s*", "", text, flags=THOUGHT.flags)
 
 
-def _rewritten(adapter: Adapter, prompt: tuple[int, ...], change: Callable[[str], str]) -> tuple[int, ...] | None:
-    """The ids of a prompt's text, changed and encoded anew; None where they are the prompt's own."""
+def _rewritten(
+    adapter: Adapter, prompt: tuple[int, ...], change: Callable[[str], str]
+) -> tuple[int, ...] | None:
+    """The ids of a prompt's text, changed and encoded anew; None where they are the prompt's
+    own.
+    """
     text = adapter.decode(prompt)
     changed = change(text)
     if change is not str and changed == text:
         return None
-    ids = ids_of(adapter.tokenizer, changed, "a prompt", add_special_tokens=False) if changed else []
+    ids = (
+        ids_of(adapter.tokenizer, changed, "a prompt", add_special_tokens=False) if changed else []
+    )
     return _unless(prompt, tuple(ids))
 
 
-def _generated(adapter: Adapter, paths: Sequence[EnginePath], number: int) -> tuple[int, ...] | None:
-    """The prompt with the tokens of an earlier turn, another path of the file, in the place of what it makes of their text.
+def _generated(
+    adapter: Adapter, paths: Sequence[EnginePath], number: int
+) -> tuple[int, ...] | None:
+    """The prompt with the tokens of an earlier turn, another path of the file, in the place of what
+    it makes of their text.
 
     A template leaves out what was thought, and text that is encoded anew is cut into other tokens.
     """
     own = paths[number].prompt
     turns = [
-        path for path in paths if path.tokens and len(path.prompt) < len(own) and own[: len(path.prompt)] == path.prompt
+        path
+        for path in paths
+        if path.tokens and len(path.prompt) < len(own) and own[: len(path.prompt)] == path.prompt
     ]
     if not turns:
         return None
@@ -100,8 +121,13 @@ def _generated(adapter: Adapter, paths: Sequence[EnginePath], number: int) -> tu
         return adapter.decode([token for token in ids if token not in special]).strip()
 
     whole, most = text(turn.tokens), 2 * len(turn.tokens) + 8
-    # What the reply became is the longest beginning of the rest that ends as the reply does, without white space behind it.
-    ends = {at: said for at in range(1, min(len(rest), most) + 1) if (said := text(rest[:at])) and whole.endswith(said)}
+    # What the reply became is the longest beginning of the rest that ends as the reply does,
+    # without white space behind it.
+    ends = {
+        at: said
+        for at in range(1, min(len(rest), most) + 1)
+        if (said := text(rest[:at])) and whole.endswith(said)
+    }
     if not ends:
         return None
     longest = max(map(len, ends.values()))
@@ -169,8 +195,8 @@ class Edit:
 def single_edits(adapter: Adapter, prompt: Sequence[int], most: int) -> list[Edit]:
     """The edits of one token that are tried of a prompt, at most so many; the likeliest first.
 
-    Templates add and drop newlines and special tokens, where a turn begins or ends: beside a newline or a special token, where
-    the first words of the prompt come again, and at its end.
+    Templates add and drop newlines and special tokens, where a turn begins or ends: beside a
+    newline or a special token, where the first words of the prompt come again, and at its end.
     """
     special = set(getattr(adapter.tokenizer, "all_special_ids", ()) or ())
     newline = _newline(adapter)
@@ -180,16 +206,26 @@ def single_edits(adapter: Adapter, prompt: Sequence[int], most: int) -> list[Edi
     border = [
         at
         for at in range(1, len(prompt) + 1)
-        if prompt[at - 1] in marks or at == len(prompt) or prompt[at] in marks or prompt[at] == first
+        if prompt[at - 1] in marks
+        or at == len(prompt)
+        or prompt[at] in marks
+        or prompt[at] == first
     ]
     rest = [at for at in range(1, len(prompt)) if at not in set(border)]
-    found = [Edit(at, None) for at in border if at < len(prompt)] + [Edit(at, token) for at in border for token in inserted]
-    found += [Edit(at, newline) for at in rest if newline is not None] + [Edit(at, None) for at in rest]
+    found = [Edit(at, None) for at in border if at < len(prompt)] + [
+        Edit(at, token) for at in border for token in inserted
+    ]
+    found += [Edit(at, newline) for at in rest if newline is not None] + [
+        Edit(at, None) for at in rest
+    ]
     return found[:most]
 
 
-def nearest_edit(adapter: Adapter, path: EnginePath, tokens: Tokens, most: int) -> tuple[tuple[int, ...], str] | None:
-    """Finds the prompt with a token more or less behind which some tokens of a reply are nearest to the engine's.
+def nearest_edit(
+    adapter: Adapter, path: EnginePath, tokens: Tokens, most: int
+) -> tuple[tuple[int, ...], str] | None:
+    """Finds the prompt with a token more or less behind which some tokens of a reply are nearest to
+    the engine's.
 
     Args:
         adapter: The model.
@@ -198,11 +234,15 @@ def nearest_edit(adapter: Adapter, path: EnginePath, tokens: Tokens, most: int) 
         most: The most edits that are tried.
 
     Returns:
-        The prompt and what was done to it; None where none is nearer than the prompt itself by half.
+        The prompt and what was done to it; None where none is nearer than the prompt itself by
+        half.
     """
     model = adapter.at(torch.float32)
     edits = single_edits(adapter, path.prompt, most)
-    gaps = [_gap(model, path, path.prompt, tokens), *(_gap(model, path, edit.of(path.prompt), tokens) for edit in edits)]
+    gaps = [
+        _gap(model, path, path.prompt, tokens),
+        *(_gap(model, path, edit.of(path.prompt), tokens) for edit in edits),
+    ]
     best = int(np.argmin(gaps))
     if best == 0 or gaps[best] > gaps[0] / 2:
         return None
@@ -225,4 +265,8 @@ def _gap(model: Adapter, path: EnginePath, prompt: Sequence[int], tokens: Tokens
         return float("inf")
     at = torch.from_numpy(tokens.position) + len(prompt) - len(path.prompt)
     rows = model.forward(ids)[0].cpu()[at - 1].log_softmax(-1)
-    return float(np.abs(rows.gather(1, ids[0].cpu()[at][:, None])[:, 0].double().numpy() - tokens.engine).mean())
+    return float(
+        np.abs(
+            rows.gather(1, ids[0].cpu()[at][:, None])[:, 0].double().numpy() - tokens.engine
+        ).mean()
+    )

@@ -1,7 +1,9 @@
-"""What a router of experts does otherwise in an engine: chosen in 16 bits, more or fewer experts, other weights of the same ones.
+"""What a router of experts does otherwise in an engine: chosen in 16 bits, more or fewer experts,
+other weights of the same ones.
 
-A router, as transformers has it, gives its logits, the weights of the chosen experts and their numbers; where a cause changes the
-choice or the weights, what it gives is replaced by a hook, so that the experts themselves stay exact.
+A router, as transformers has it, gives its logits, the weights of the chosen experts and their
+numbers; where a cause changes the choice or the weights, what it gives is replaced by a hook, so
+that the experts themselves stay exact.
 """
 
 from __future__ import annotations
@@ -16,12 +18,18 @@ from torch import Tensor, nn
 from kvinterp.models import Adapter, dtype_named
 
 Choice = tuple[Tensor, Tensor, Tensor]
-"""``[token, expert]`` logits, ``[token, chosen]`` weights and ``[token, chosen]`` numbers of experts."""
+"""``[token, expert]`` logits, ``[token, chosen]`` weights and ``[token, chosen]`` numbers of
+experts.
+"""
 
 
 def routers(model: nn.Module) -> list[Any]:
     """The routers of a model, in order; none of one whose routers give anything else."""
-    return [module for module in model.modules() if type(module).__name__.endswith("Router") and hasattr(module, "top_k")]
+    return [
+        module
+        for module in model.modules()
+        if type(module).__name__.endswith("Router") and hasattr(module, "top_k")
+    ]
 
 
 def _replaced(
@@ -56,7 +64,9 @@ def in_precision(dtype: str) -> Callable[[nn.Module, int], Iterator[Any]]:
 
 
 def _unnormalised(module: nn.Module, args: Any, output: Choice) -> tuple[Tensor, Tensor]:
-    """The weights of the chosen experts not divided by their sum, or divided where the model does not."""
+    """The weights of the chosen experts not divided by their sum, or divided where the model does
+    not.
+    """
     logits, weights, experts = output
     shares = logits.to(weights).softmax(-1).gather(-1, experts)
     return (shares if torch.allclose(weights.sum(-1), torch.ones_like(weights[:, 0]), atol=1e-3) else weights / weights.sum(
@@ -70,7 +80,9 @@ UNNORMALISED = _replaced(_unnormalised)
 def counted(by: int) -> Callable[[nn.Module], list[tuple[Any, str, Any]]]:
     """So many experts more are chosen for each token."""
     return lambda model: [
-        (each, "top_k", each.top_k + by) for each in routers(model) if 1 <= each.top_k + by <= _count(each)
+        (each, "top_k", each.top_k + by)
+        for each in routers(model)
+        if 1 <= each.top_k + by <= _count(each)
     ]
 
 
@@ -84,7 +96,11 @@ def replayed(choices: Sequence[Sequence[Tensor]]) -> Callable[[nn.Module, int], 
     def attach(model: nn.Module, prompt: int) -> Iterator[Any]:
         for module, (weights, experts) in zip(routers(model), choices, strict=True):
             yield module.register_forward_hook(
-                lambda _, args, output, given=(weights, experts): (output[0], given[0].to(output[1]), given[1])
+                lambda _, args, output, given=(weights, experts): (
+                    output[0],
+                    given[0].to(output[1]),
+                    given[1],
+                )
             )
 
     return attach
@@ -92,10 +108,13 @@ def replayed(choices: Sequence[Sequence[Tensor]]) -> Callable[[nn.Module, int], 
 
 @torch.no_grad()
 def chosen_in(adapter: Adapter, dtype: str, tokens: Tensor) -> list[list[Tensor]]:
-    """The weights and numbers of the experts that our own path in a precision chooses, by router."""
+    """The weights and numbers of the experts that our own path in a precision chooses, by
+    router.
+    """
     model, found = adapter.at(dtype_named(dtype)), list[list[Tensor]]()
     handles = [
-        each.register_forward_hook(lambda _, args, output: found.append([*output[1:]])) for each in routers(model.model)
+        each.register_forward_hook(lambda _, args, output: found.append([*output[1:]]))
+        for each in routers(model.model)
     ]
     try:
         model.forward(tokens)

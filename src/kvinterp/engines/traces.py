@@ -29,12 +29,13 @@ from kvinterp.recording import Trace
 def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comparison:
     """Compares two traces that were recorded with ``logits="keep"``, for instance on two machines.
 
-    Residual sites and patterns are compared at the newest position, also if they were recorded with ``positions="all"``; cache
-    sites only if they were recorded with ``positions="all"``.
+    Residual sites and patterns are compared at the newest position, also if they were recorded with
+    ``positions="all"``; cache sites only if they were recorded with ``positions="all"``.
 
-    Traces made by :meth:`kvinterp.Trace.from_arrays` are compared by log-probs, at the tokens that both sides give; the column
-    ``compared`` of the steps says how many. Where these are not the whole vocabulary, KL and JS, which need it, are NaN. If both
-    traces hold the same text, their tokens are not compared: which token was drawn says nothing about what was computed.
+    Traces made by :meth:`kvinterp.Trace.from_arrays` are compared by log-probs, at the tokens that
+    both sides give; the column ``compared`` of the steps says how many. Where these are not the
+    whole vocabulary, KL and JS, which need it, are NaN. If both traces hold the same text, their
+    tokens are not compared: which token was drawn says nothing about what was computed.
 
     Args:
         a: The leading trace.
@@ -52,7 +53,9 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
             f"the traces have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
         )
     evicting = {
-        side: trace for side, trace in zip("ab", (a, b), strict=True) if any(site == ROWS for site, _ in trace.records)
+        side: trace
+        for side, trace in zip("ab", (a, b), strict=True)
+        if any(site == ROWS for site, _ in trace.records)
     }
     for trace in evicting.values():
         _check_rows(trace)
@@ -65,7 +68,11 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
     differences = Differences(layers, heads, kv_heads, cache_errors)
     matched = a.fed[: count - 1] == b.fed[: count - 1]
     from_arrays = next((trace for trace in (a, b) if trace.ids is not None), None)
-    rows = (a.logits[:count], b.logits[:count]) if from_arrays is None else _aligned_logprobs(a, b, count)
+    rows = (
+        (a.logits[:count], b.logits[:count])
+        if from_arrays is None
+        else _aligned_logprobs(a, b, count)
+    )
     padding = padding_of(rows)
     sides = (from_arrays, from_arrays) if from_arrays is not None and matched else (a, b)
     tokens = (np.asarray(sides[0].tokens[:count]), np.asarray(sides[1].tokens[:count]))
@@ -86,30 +93,52 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
         "provenance_b": b.provenance,
         "derived": sorted({*a.derived, *b.derived} & {"pattern"}),
         "lets_go": list(evicting),
-        "matches": [] if from_arrays is None else misnamed(*((a, b) if from_arrays is b else (b, a))),
+        "matches": []
+        if from_arrays is None
+        else misnamed(*((a, b) if from_arrays is b else (b, a))),
     }
     if matched and from_arrays is None and _unlike(a, b):
         about["two_models"] = beside_float64(a, b, count)
     frames, ids = differences.frames([0]), [*map(torch.from_numpy, tokens)]
     if from_arrays is None:
-        by_side = [token_probability(logits, side.to(logits.device)).cpu() for logits, side in zip(rows, ids, strict=True)]
+        by_side = [
+            token_probability(logits, side.to(logits.device)).cpu()
+            for logits, side in zip(rows, ids, strict=True)
+        ]
     else:
         frames["steps"] = _with_common_tokens(frames["steps"], *rows)
-        by_side = [logprobs[torch.arange(count), side].exp() for logprobs, side in zip(rows, ids, strict=True)]
-    probabilities = {f"probability_{side}": values.numpy() for side, values in zip("ab", by_side, strict=True)}
+        by_side = [
+            logprobs[torch.arange(count), side].exp()
+            for logprobs, side in zip(rows, ids, strict=True)
+        ]
+    probabilities = {
+        f"probability_{side}": values.numpy() for side, values in zip("ab", by_side, strict=True)
+    }
     return comparison_of_example(0, "0", a.prompt, frames, tokens, ("", ""), about, probabilities)
 
 
 def _sides(a: Trace, b: Trace) -> dict[str, Any]:
     """The provenance's names of the two paths, each with its model if the models differ."""
-    paths, models = {"a": a.path, "b": b.path}, [str(trace.provenance.get("model", "")) for trace in (a, b)]
+    paths, models = (
+        {"a": a.path, "b": b.path},
+        [str(trace.provenance.get("model", "")) for trace in (a, b)],
+    )
     if "" in models or not _unlike(a, b):
         return {"paths": paths}
     kinds = [str(trace.provenance.get("kind", "")) for trace in (a, b)]
     if models[0] != models[1]:
-        of_models = {side: f"{path} of {model}" for (side, path), model in zip(paths.items(), models, strict=True)}
-        return {"paths": of_models, "model": " and ".join(models), "kind": " and ".join(dict.fromkeys(kinds))}
-    of_kinds = {side: f"{path} ({kind})" for (side, path), kind in zip(paths.items(), kinds, strict=True)}
+        of_models = {
+            side: f"{path} of {model}"
+            for (side, path), model in zip(paths.items(), models, strict=True)
+        }
+        return {
+            "paths": of_models,
+            "model": " and ".join(models),
+            "kind": " and ".join(dict.fromkeys(kinds)),
+        }
+    of_kinds = {
+        side: f"{path} ({kind})" for (side, path), kind in zip(paths.items(), kinds, strict=True)
+    }
     return {"paths": of_kinds, "kind": " and ".join(kinds)}
 
 
@@ -119,16 +148,31 @@ def _unlike(a: Trace, b: Trace) -> bool:
 
 
 def _first_different(a: Trace, b: Trace) -> dict[str, Any]:
-    """The first tensor, in the order of the computation, that both recorded with different bits: site, layer and error."""
+    """The first tensor, in the order of the computation, that both recorded with different bits:
+    site, layer and error.
+    """
     both = [place for place in a.records if place in b.records and place[0] in FORWARD]
     for site, layer in sorted(both, key=lambda place: (place[1], FORWARD.index(place[0]))):
         if _equal(a, b, (site, layer)):
             continue
         pairs = zip(a.records[site, layer], b.records[site, layer], strict=False)
-        errors = [float((y.double() - x.double()).norm() / x.double().norm()) for x, y in pairs if x.shape == y.shape]
+        errors = [
+            float((y.double() - x.double()).norm() / x.double().norm())
+            for x, y in pairs
+            if x.shape == y.shape
+        ]
         last = max(map(FORWARD.index, (site, "v")))
-        same = [name for name in FORWARD[: last + 1] if (name, layer) in both and _equal(a, b, (name, layer))]
-        return {"site": site, "layer": layer, "error": max(errors, default=float("nan")), "same": same}
+        same = [
+            name
+            for name in FORWARD[: last + 1]
+            if (name, layer) in both and _equal(a, b, (name, layer))
+        ]
+        return {
+            "site": site,
+            "layer": layer,
+            "error": max(errors, default=float("nan")),
+            "same": same,
+        }
     return {}
 
 
@@ -136,7 +180,10 @@ def _equal(a: Trace, b: Trace, place: Site) -> bool:
     return all(torch.equal(*pair) for pair in zip(a.records[place], b.records[place], strict=False))
 
 
-_NOT_GIVEN = {name: f"{name} not given" for name in ("model", "kind", "dtype", "attention", "weights", "device", "threads")}
+_NOT_GIVEN = {
+    name: f"{name} not given"
+    for name in ("model", "kind", "dtype", "attention", "weights", "device", "threads")
+}
 
 
 def _aligned_logprobs(a: Trace, b: Trace, count: int) -> tuple[Tensor, Tensor]:
@@ -145,7 +192,9 @@ def _aligned_logprobs(a: Trace, b: Trace, count: int) -> tuple[Tensor, Tensor]:
     whole = [t.ids is None or t.ids.dim() == 1 for t in (a, b)]
     width = max(widths)
     if any(full and size < width for full, size in zip(whole, widths, strict=True)):
-        raise InputError(f"the traces are of {widths[0]:,} and {widths[1]:,} tokens: give two of one vocabulary.")
+        raise InputError(
+            f"the traces are of {widths[0]:,} and {widths[1]:,} tokens: give two of one vocabulary."
+        )
 
     def rows(trace: Trace) -> Tensor:
         logits = trace.logits[:count].cpu().double()  # type: ignore[index]
@@ -158,7 +207,9 @@ def _aligned_logprobs(a: Trace, b: Trace, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _with_common_tokens(steps: pd.DataFrame, a: Tensor, b: Tensor) -> pd.DataFrame:
-    """Adds to the table of steps how many tokens both sides give and, where not all, the metrics over those tokens."""
+    """Adds to the table of steps how many tokens both sides give and, where not all, the metrics
+    over those tokens.
+    """
     steps, gap = steps.sort_values("step", ignore_index=True), b - a
     filled = [side.masked_fill(side.isnan(), -torch.inf) for side in (a, b)]
     best = [side.topk(min(2, side.shape[1])) for side in filled]
@@ -180,9 +231,17 @@ def _with_common_tokens(steps: pd.DataFrame, a: Tensor, b: Tensor) -> pd.DataFra
 
 
 def _check_rows(trace: Trace) -> None:
-    """Refuses the trace of an evicting path if it lacks the rows' positions, or the heads that they belong to."""
-    newest = any(record[0].dim() == 1 for (site, _), record in trace.records.items() if site == ROWS and record)
-    if newest or ((trace.heads or trace.kv_heads) and any(site == "pattern" for site, _ in trace.records)):
+    """Refuses the trace of an evicting path if it lacks the rows' positions, or the heads that they
+    belong to.
+    """
+    newest = any(
+        record[0].dim() == 1
+        for (site, _), record in trace.records.items()
+        if site == ROWS and record
+    )
+    if newest or (
+        (trace.heads or trace.kv_heads) and any(site == "pattern" for site, _ in trace.records)
+    ):
         remedy = "with positions='all'" if newest else "with every head"
         raise InputError(
             f"path {trace.path} lets go of rows, so the caches and patterns of its trace cannot be lined up by position: "
@@ -209,20 +268,39 @@ def _tensors_at(trace: Trace, step: int) -> dict[Site, Tensor]:
         if site == "pattern" and (ROWS, layer) in trace.records:
             rows = trace.records[ROWS, layer][index][None]
             keys = tensor.new_zeros(*tensor.shape[:2], len(trace.prompt) + step)
-            rows = repeat(rows, "batch kv_head key -> batch (kv_head group) key", group=tensor.shape[1] // rows.shape[1])
+            rows = repeat(
+                rows,
+                "batch kv_head key -> batch (kv_head group) key",
+                group=tensor.shape[1] // rows.shape[1],
+            )
             tensors[site, layer] = keys.scatter(2, rows, tensor)
     return tensors
 
 
 def _head_labels(
-    a: Sequence[int] | None, b: Sequence[int] | None, what: str, traces: Sequence[Trace], sites: Sequence[str]
+    a: Sequence[int] | None,
+    b: Sequence[int] | None,
+    what: str,
+    traces: Sequence[Trace],
+    sites: Sequence[str],
 ) -> Sequence[int]:
     """The heads that both traces recorded at some sites; they must be the same."""
-    counts = [next((r[0].shape[0] for (site, _), r in t.records.items() if site in sites and r), None) for t in traces]
+    counts = [
+        next((r[0].shape[0] for (site, _), r in t.records.items() if site in sites and r), None)
+        for t in traces
+    ]
     if None in counts:
         return ()
-    first, second = (range(count or 0) if heads is None else heads for heads, count in zip((a, b), counts, strict=True))
+    first, second = (
+        range(count or 0) if heads is None else heads
+        for heads, count in zip((a, b), counts, strict=True)
+    )
     if list(first) != list(second):
-        names = [f"0 to {h[-1]}" if isinstance(h, range) and h else ", ".join(map(str, h)) for h in (first, second)]
-        raise InputError(f"the traces hold different {what} ({' and '.join(names)}): record the same ones.")
+        names = [
+            f"0 to {h[-1]}" if isinstance(h, range) and h else ", ".join(map(str, h))
+            for h in (first, second)
+        ]
+        raise InputError(
+            f"the traces hold different {what} ({' and '.join(names)}): record the same ones."
+        )
     return first

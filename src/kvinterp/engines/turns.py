@@ -1,9 +1,11 @@
-"""Is each turn's prompt the tokens of the turns before it, exactly? What is not cannot be read from a prefix cache.
+"""Is each turn's prompt the tokens of the turns before it, exactly? What is not cannot be read from
+a prefix cache.
 
-A cache holds the ids that an engine was fed and those that it chose. The next turn's prompt is made anew, from messages: a
-template leaves out what was thought, trims white space, writes other special tokens, and text that was decoded and tokenised
-again is cut into other tokens. From the first token that differs on nothing of the cache can be used, and a trainer that sees
-the new prompt scores the reply after other tokens than the engine did.
+A cache holds the ids that an engine was fed and those that it chose. The next turn's prompt is made
+anew, from messages: a template leaves out what was thought, trims white space, writes other special
+tokens, and text that was decoded and tokenised again is cut into other tokens. From the first token
+that differs on nothing of the cache can be used, and a trainer that sees the new prompt scores the
+reply after other tokens than the engine did.
 """
 
 from __future__ import annotations
@@ -58,11 +60,13 @@ class TurnsCheck:
     """What was found at the beginning of each turn after the first.
 
     Attributes:
-        table: One row a turn from the second on: ``turn`` (from 1), ``cached`` (ids of the turns before it), ``prompt`` (its
-            own), ``exact`` ("yes" where its prompt begins with all that is cached), ``reusable`` (the ids that agree, from the
-            first on), ``cause`` (a key of :data:`CAUSES`), ``cached_text`` and ``prompt_text`` (around the first that differs),
-            ``cached_ids`` and ``prompt_ids`` (the same, as text), and with a model ``nats`` (the mean absolute difference of
-            the log-probs of what follows, the reply where it is known), ``most_nats`` and ``scored`` (of how many tokens).
+        table: One row a turn from the second on: ``turn`` (from 1), ``cached`` (ids of the turns
+            before it), ``prompt`` (its own), ``exact`` ("yes" where its prompt begins with all that
+            is cached), ``reusable`` (the ids that agree, from the first on), ``cause`` (a key of
+            :data:`CAUSES`), ``cached_text`` and ``prompt_text`` (around the first that differs),
+            ``cached_ids`` and ``prompt_ids`` (the same, as text), and with a model ``nats`` (the
+            mean absolute difference of the log-probs of what follows, the reply where it is known),
+            ``most_nats`` and ``scored`` (of how many tokens).
     """
 
     table: pd.DataFrame
@@ -87,9 +91,9 @@ def check_turns(tokenizer: Any, turns: Sequence[Any], model: Any = None) -> Turn
 
     Args:
         tokenizer: A tokenizer of transformers, or a model as :func:`kvinterp.load_model` gives it.
-        turns: The messages of a conversation (``role``, ``content``, and where they are known the ``tokens`` of a reply), which
-            the tokenizer's template turns into prompts; or a list of ids for each turn's prompt; or
-            ``{"prompt": ids, "tokens": ids}`` for each.
+        turns: The messages of a conversation (``role``, ``content``, and where they are known the
+            ``tokens`` of a reply), which the tokenizer's template turns into prompts; or a list of
+            ids for each turn's prompt; or ``{"prompt": ids, "tokens": ids}`` for each.
         model: An adapter, to measure what the difference does to the log-probs of what follows.
 
     Returns:
@@ -101,7 +105,9 @@ def check_turns(tokenizer: Any, turns: Sequence[Any], model: Any = None) -> Turn
     tokenizer = getattr(tokenizer, "tokenizer", None) or tokenizer
     made = _turns(tokenizer, turns)
     if len(made) < 2:
-        raise InputError(f"{len(made)} turn was given: expected two at least, a reply and a prompt behind it; give more.")
+        raise InputError(
+            f"{len(made)} turn was given: expected two at least, a reply and a prompt behind it; give more."
+        )
     rows = []
     for number, (before, now) in enumerate(itertools.pairwise(made), 2):
         cached = before.prompt + before.reply
@@ -113,27 +119,39 @@ def check_turns(tokenizer: Any, turns: Sequence[Any], model: Any = None) -> Turn
 
 def _turns(tokenizer: Any, turns: Sequence[Any]) -> list[Turn]:
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-        raise InputError(f"turns is {shown(turns)}: expected messages, or the ids of each turn's prompt.")
+        raise InputError(
+            f"turns is {shown(turns)}: expected messages, or the ids of each turn's prompt."
+        )
     if all(isinstance(turn, Mapping) and "role" in turn for turn in turns):
         return [*_of_messages(tokenizer, turns)]
     made = []
     for number, turn in enumerate(turns, 1):
         given = turn if isinstance(turn, Mapping) else {"prompt": turn}
-        prompt, reply = (_ids(given.get(name, []), f"turn {number}: its {name}") for name in ("prompt", "tokens"))
+        prompt, reply = (
+            _ids(given.get(name, []), f"turn {number}: its {name}") for name in ("prompt", "tokens")
+        )
         made.append(Turn(prompt, reply))
     return made
 
 
 def _ids(values: Any, what: str) -> tuple[int, ...]:
     values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, list | tuple) or any(type(value) is not int or value < 0 for value in values):
-        raise InputError(f"{what} is {shown(values)}: expected token ids, whole numbers of at least 0.")
+    if not isinstance(values, list | tuple) or any(
+        type(value) is not int or value < 0 for value in values
+    ):
+        raise InputError(
+            f"{what} is {shown(values)}: expected token ids, whole numbers of at least 0."
+        )
     return tuple(values)
 
 
 def _of_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Iterator[Turn]:
-    """The prompts that a template makes in front of each reply, and behind the last message where that is none."""
-    said = [{name: value for name, value in message.items() if name != "tokens"} for message in messages]
+    """The prompts that a template makes in front of each reply, and behind the last message where
+    that is none.
+    """
+    said = [
+        {name: value for name, value in message.items() if name != "tokens"} for message in messages
+    ]
     for at, message in enumerate(messages):
         if message["role"] == "assistant" and at:
             prompt = chat_tokens(tokenizer, said[:at], "this tokenizer")
@@ -141,30 +159,56 @@ def _of_messages(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Itera
                 yield Turn(tuple(prompt), _ids(message["tokens"], f"message {at + 1}: its tokens"))
             else:
                 content = str(message["content"])
-                reply = ids_of(tokenizer, content, "this tokenizer", add_special_tokens=False) if content else []
+                reply = (
+                    ids_of(tokenizer, content, "this tokenizer", add_special_tokens=False)
+                    if content
+                    else []
+                )
                 yield Turn(tuple(prompt), tuple(reply))
     if messages[-1]["role"] != "assistant":
         yield Turn(tuple(chat_tokens(tokenizer, said, "this tokenizer")))
 
 
-def _border(tokenizer: Any, cached: Sequence[int], cut: int, prompt: Sequence[int]) -> dict[str, Any]:
+def _border(
+    tokenizer: Any, cached: Sequence[int], cut: int, prompt: Sequence[int]
+) -> dict[str, Any]:
     """Compares what is cached with the next prompt."""
     count = min(len(cached), len(prompt))
     same = next((at for at in range(count) if cached[at] != prompt[at]), count)
     exact = same == len(cached)
-    row = {"cached": len(cached), "prompt": len(prompt), "exact": "yes" if exact else "no", "reusable": same}
+    row = {
+        "cached": len(cached),
+        "prompt": len(prompt),
+        "exact": "yes" if exact else "no",
+        "reusable": same,
+    }
     sides = {"cached": cached, "prompt": prompt}
-    around = {name: [] if exact else list(ids[max(same - AROUND, 0) : same + AROUND]) for name, ids in sides.items()}
+    around = {
+        name: [] if exact else list(ids[max(same - AROUND, 0) : same + AROUND])
+        for name, ids in sides.items()
+    }
     cause = "" if exact else _cause(tokenizer, cached, prompt, same, cut)
     texts = {f"{name}_text": tokenizer.decode(ids) for name, ids in around.items()}
-    return {**row, "cause": cause, **texts, **{f"{name}_ids": " ".join(map(str, ids)) for name, ids in around.items()}}
+    return {
+        **row,
+        "cause": cause,
+        **texts,
+        **{f"{name}_ids": " ".join(map(str, ids)) for name, ids in around.items()},
+    }
 
 
-def _cause(tokenizer: Any, cached: Sequence[int], prompt: Sequence[int], same: int, cut: int) -> str:
-    """Finds what, once it is left out on both sides, makes the cached text the beginning of the prompt's."""
+def _cause(
+    tokenizer: Any, cached: Sequence[int], prompt: Sequence[int], same: int, cut: int
+) -> str:
+    """Finds what, once it is left out on both sides, makes the cached text the beginning of the
+    prompt's.
+    """
     special = set(getattr(tokenizer, "all_special_ids", ()))
     texts = [tokenizer.decode(list(ids)) for ids in (cached, prompt)]
-    plain = [tokenizer.decode([token for token in ids if token not in special]) for ids in (cached, prompt)]
+    plain = [
+        tokenizer.decode([token for token in ids if token not in special])
+        for ids in (cached, prompt)
+    ]
 
     def begins(sides: Sequence[str]) -> bool:
         return sides[1].startswith(sides[0])
@@ -189,8 +233,12 @@ def _without_space(text: str) -> str:
 
 
 def _cost(model: Any, cached: Sequence[int], now: Turn) -> dict[str, Any]:
-    """Scores what follows, once behind what is cached and once behind the new prompt's beginning."""
-    blocks = difflib.SequenceMatcher(None, list(cached), list(now.prompt), autojunk=False).get_matching_blocks()
+    """Scores what follows, once behind what is cached and once behind the new prompt's
+    beginning.
+    """
+    blocks = difflib.SequenceMatcher(
+        None, list(cached), list(now.prompt), autojunk=False
+    ).get_matching_blocks()
     last = blocks[-2] if len(blocks) > 1 else blocks[-1]
     rest = now.prompt[last.b + last.size :]
     # What the engine would have been fed had it kept its cache.
@@ -221,7 +269,10 @@ def sentences(table: pd.DataFrame) -> list[str]:
         f"{cached:,} cached tokens can be used again."
     ]
     for row in off:
-        sides = [f"{side} {shown(row[f'{side}_text'])} ({row[f'{side}_ids']})" for side in ("cached", "prompt")]
+        sides = [
+            f"{side} {shown(row[f'{side}_text'])} ({row[f'{side}_ids']})"
+            for side in ("cached", "prompt")
+        ]
         name = (
             f"turn {row['turn']}"
             if "conversation" not in row

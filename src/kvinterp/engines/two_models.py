@@ -1,8 +1,10 @@
-"""Two models side by side, such as one checkpoint in two libraries: rounding, or the layer from which on they differ otherwise.
+"""Two models side by side, such as one checkpoint in two libraries: rounding, or the layer from
+which on they differ otherwise.
 
-The null is both models' own rounding, measured on the same tokens: how far each is from its own copy in float64. Two that compute
-the same function are at most as far apart as both errors together (the triangle inequality), at every site. What is further
-apart is no rounding, and the first layer where it is further is where it begins.
+The null is both models' own rounding, measured on the same tokens: how far each is from its own
+copy in float64. Two that compute the same function are at most as far apart as both errors together
+(the triangle inequality), at every site. What is further apart is no rounding, and the first layer
+where it is further is where it begins.
 """
 
 from __future__ import annotations
@@ -21,7 +23,20 @@ from kvinterp.paths import path_named, run
 from kvinterp.recording import Trace
 
 FORWARD = (
-    *("embed", "resid_pre", "q", "k", "v", "cache_k_pre", "cache_k", "cache_v", "attn_scores", "pattern", "z", "result"),
+    *(
+        "embed",
+        "resid_pre",
+        "q",
+        "k",
+        "v",
+        "cache_k_pre",
+        "cache_k",
+        "cache_v",
+        "attn_scores",
+        "pattern",
+        "z",
+        "result",
+    ),
     *("attn_out", "resid_mid", "router", "post", "mlp_out", "resid_post"),
 )
 """Sites in the order in which a layer computes them; q, k and v stand beside each other."""
@@ -38,19 +53,37 @@ def beside_float64(a: Trace, b: Trace, count: int) -> dict[str, Any]:
         count: The steps that both have.
 
     Returns:
-        ``word`` ("equal", "rounding", "no rounding" or "not known"), ``said`` and, by site and layer and for the logits,
-        ``distances``: how far apart both are and both errors together, the median step; ``jump``, the first of them in the order
-        of layers where they are further apart than that, if there is one.
+        ``word`` ("equal", "rounding", "no rounding" or "not known"), ``said`` and, by site and
+        layer and for the logits, ``distances``: how far apart both are and both errors together,
+        the median step; ``jump``, the first of them in the order of layers where they are further
+        apart than that, if there is one.
     """
     models = [trace.model() for trace in (a, b)]
     names = " and ".join(str(trace.provenance.get("kind", "")) for trace in (a, b))
-    if any(model is None or sum(p.numel() for p in model.model.parameters()) > MOST for model in models):
-        why = "run both in this process to have it measured" if None in models else "too large for a copy in float64 here"
-        return {"word": "not known", "said": f"what rounding does to {names} is not known: {why}.", "distances": []}
-    sites = [place for place in a.records if place in b.records and place[0] in VECTOR_SITES and place[0] in FORWARD]
-    exact = [_exact(model, trace, sites, count) for model, trace in zip(models, (a, b), strict=True)]
+    if any(
+        model is None or sum(p.numel() for p in model.model.parameters()) > MOST for model in models
+    ):
+        why = (
+            "run both in this process to have it measured"
+            if None in models
+            else "too large for a copy in float64 here"
+        )
+        return {
+            "word": "not known",
+            "said": f"what rounding does to {names} is not known: {why}.",
+            "distances": [],
+        }
+    sites = [
+        place
+        for place in a.records
+        if place in b.records and place[0] in VECTOR_SITES and place[0] in FORWARD
+    ]
+    exact = [
+        _exact(model, trace, sites, count) for model, trace in zip(models, (a, b), strict=True)
+    ]
     rows = [
-        _distance(place, *(_rows(trace, place, count) for trace in (a, b, *exact))) for place in [*sites, ("logits", -1)]
+        _distance(place, *(_rows(trace, place, count) for trace in (a, b, *exact)))
+        for place in [*sites, ("logits", -1)]
     ]
     rows = [row for row in rows if row]
     return {"word": _word(rows), "said": _said(rows, names), "distances": rows, "jump": _jump(rows)}
@@ -66,24 +99,43 @@ def _exact(model: Any, trace: Trace, sites: list[Site], count: int) -> Trace:
 
 
 def _rows(trace: Trace, place: Site, count: int) -> Tensor | None:
-    """``[step, width]`` of a site at the newest position, its heads side by side; the log-probs for the logits."""
+    """``[step, width]`` of a site at the newest position, its heads side by side; the log-probs for
+    the logits.
+    """
     if place[0] == "logits":
         return None if trace.logits is None else trace.logits[:count].double().log_softmax(-1)
     # A record has no axis of the batch, and none of positions where the newest alone was kept.
     layout, records = LAYOUTS[place[0]], trace.records[place][:count]
-    newest = [row.select(layout.rows - 1, -1) if row.dim() == layout.dimensions - 1 else row for row in records]
+    newest = [
+        row.select(layout.rows - 1, -1) if row.dim() == layout.dimensions - 1 else row
+        for row in records
+    ]
     return torch.stack([row.flatten() for row in newest]).double() if newest else None
 
 
 def _distance(
     place: Site, a: Tensor | None, b: Tensor | None, exact_a: Tensor | None, exact_b: Tensor | None
 ) -> dict[str, Any]:
-    if a is None or b is None or exact_a is None or exact_b is None or not a.shape == b.shape == exact_a.shape:
+    if (
+        a is None
+        or b is None
+        or exact_a is None
+        or exact_b is None
+        or not a.shape == b.shape == exact_a.shape
+    ):
         return {}
-    apart, own, other = (torch.linalg.vector_norm(x - y, dim=-1) for x, y in ((a, b), (a, exact_a), (b, exact_b)))
+    apart, own, other = (
+        torch.linalg.vector_norm(x - y, dim=-1) for x, y in ((a, b), (a, exact_a), (b, exact_b))
+    )
     size = torch.linalg.vector_norm(b, dim=-1)
     medians = [float(np.median(values.numpy())) for values in (apart, own + other, size)]
-    return {"site": place[0], "layer": place[1], "apart": medians[0], "rounding": medians[1], "size": medians[2]}
+    return {
+        "site": place[0],
+        "layer": place[1],
+        "apart": medians[0],
+        "rounding": medians[1],
+        "size": medians[2],
+    }
 
 
 def _word(rows: list[dict[str, Any]]) -> str:
@@ -95,7 +147,10 @@ def _word(rows: list[dict[str, Any]]) -> str:
 def _by_layer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """In the order of the computation; the logits are last."""
     return sorted(
-        rows, key=lambda row: (np.inf,) if row["site"] == "logits" else (row["layer"], FORWARD.index(row["site"]))
+        rows,
+        key=lambda row: (
+            (np.inf,) if row["site"] == "logits" else (row["layer"], FORWARD.index(row["site"]))
+        ),
     )
 
 
@@ -108,7 +163,9 @@ def _said(rows: list[dict[str, Any]], names: str) -> str:
     """The word, and where it is told."""
 
     def name(row: dict[str, Any]) -> str:
-        return "the log-probs" if row["site"] == "logits" else f"{row['site']} of layer {row['layer']}"
+        return (
+            "the log-probs" if row["site"] == "logits" else f"{row['site']} of layer {row['layer']}"
+        )
 
     if _word(rows) == "equal":
         return f"{names}: nothing that was recorded differs."

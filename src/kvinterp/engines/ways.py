@@ -1,4 +1,5 @@
-"""Our own ways to compute a text: in each precision, and with each cause that an engine's difference may have.
+"""Our own ways to compute a text: in each precision, and with each cause that an engine's
+difference may have.
 
 A new cause is a row of :func:`causes`.
 """
@@ -27,7 +28,9 @@ from kvinterp.policies import Place, policy_named
 from kvinterp.recording.engine_path import EnginePath
 
 Attributes = Callable[[nn.Module], Iterable[tuple[Any, str, Any]]]
-"""Which attributes of a model hold something else meanwhile: an object, its attribute's name and the value."""
+"""Which attributes of a model hold something else meanwhile: an object, its attribute's name and
+the value.
+"""
 Hooks = Callable[[nn.Module, int], Iterable[Any]]
 """Attaches hooks to a model, given the prompt's length, and returns their handles."""
 
@@ -44,16 +47,20 @@ class Way:
         attributes: What is wrong with the model's attributes.
         hooks: What hooks do to it.
         prefix: The policy that is done once to what the cache holds of the prompt.
-        fed: ``"whole"``; ``"twice"``, a second time beside itself; ``"apart"``, what is behind the prompt by itself;
-            ``"headless"``, without the first token; or ``"begun"``, with the token in front that begins a text.
+        fed: ``"whole"``; ``"twice"``, a second time beside itself; ``"apart"``, what is behind the
+            prompt by itself; ``"headless"``, without the first token; or ``"begun"``, with the
+            token in front that begins a text.
         shift: So many tokens further on is the log-prob that a token is given.
         resized: Makes the same cause of another size.
         size: Its own size.
         before: Which prompt the engine may have seen in the place of the file's.
-        older: A model with other weights, and what it computes: ``"all"``, or ``"prompt"``, the rest by ours on its cache.
-        further: By how many positions each path of the file is moved, in a model that learned a table of them.
+        older: A model with other weights, and what it computes: ``"all"``, or ``"prompt"``, the
+            rest by ours on its cache.
+        further: By how many positions each path of the file is moved, in a model that learned a
+            table of them.
         routed: The precision of ours whose chosen experts are replayed.
-        tiled: Where each position was asked for alone: the way of prompts of fewer than :data:`TILE` rows, that of longer ones.
+        tiled: Where each position was asked for alone: the way of prompts of fewer than
+            :data:`TILE` rows, that of longer ones.
     """
 
     name: str
@@ -75,18 +82,30 @@ class Way:
 
 
 TILE = 64
-"""A prompt of as many rows is computed in tiles by llama.cpp's flash attention, which are added up in float32."""
+"""A prompt of as many rows is computed in tiles by llama.cpp's flash attention, which are added up
+in float32.
+"""
 
 RUNGS = tuple(Way(dtype, dtype=dtype) for dtype in ("float32", "float16", "bfloat16"))
 """The precisions, from fine to coarse."""
 
 
-FP8 = ("fp8(e4m3)", "fp8(e5m2)", "fp8(e4m3,scale=prefill)", "fp8(e5m2,scale=prefill)", "fp8(e4m3,scale=prefill,per=head)")
+FP8 = (
+    "fp8(e4m3)",
+    "fp8(e5m2)",
+    "fp8(e4m3,scale=prefill)",
+    "fp8(e5m2,scale=prefill)",
+    "fp8(e4m3,scale=prefill,per=head)",
+)
 """Caches in 8-bit floating point: with a scale of 1, of the prompt, and of the prompt by head."""
 
 
 def causes(
-    adapter: Adapter, first: int | None = None, longest: int = 0, older: Adapter | None = None, near: str = "float32"
+    adapter: Adapter,
+    first: int | None = None,
+    longest: int = 0,
+    older: Adapter | None = None,
+    near: str = "float32",
 ) -> list[Way]:
     """What is tried, each in float64, so that nothing but the cause is in it.
 
@@ -102,7 +121,9 @@ def causes(
         "values added up in float16, a key after another, as llama.cpp's flash attention of a row does over a float16 cache",
         "kernel", attributes=llama_cpp("float16", "", ADDED),
     )  # fmt: skip
-    below = row.name.replace("a key after another", "in a prompt of fewer than 64 rows").replace(" of a row", "")
+    below = row.name.replace("a key after another", "in a prompt of fewer than 64 rows").replace(
+        " of a row", ""
+    )
     # As where positions jump without a mask: transformers takes what follows for another text.
     apart = "the reply computed without its prompt, as where positions jump without a mask,"
     return [
@@ -150,7 +171,8 @@ def causes(
         *([] if older is None else stale(adapter, older)),
         *(unreset() if _learned(adapter.model) else ()),
         *(routing(near) if routers.routers(adapter.model) else ()),
-        # What a model that is cast as a whole does to its frequencies too, once it has computed them.
+        # What a model that is cast as a whole does to its frequencies too, once it has computed
+        # them.
         *(
             Way(f"RoPE frequencies in {dtype}", "bug", attributes=_rope(functools.partial(_rounded, dtype=dtype)))
             for dtype in ("float16", "bfloat16")
@@ -162,7 +184,9 @@ def causes(
 def again(way: Way) -> Way:
     """A cause with every module's result rounded once more: how far it is from itself."""
     return dataclasses.replace(
-        way, name=f"{way.name}, every result rounded once more", hooks=_joined(way.hooks, _round_again(0, 1))
+        way,
+        name=f"{way.name}, every result rounded once more",
+        hooks=_joined(way.hooks, _round_again(0, 1)),
     )
 
 
@@ -172,14 +196,22 @@ def halves(way: Way) -> Iterator[Way]:
     if not policy or way.word != "policy":
         return
     for on, what in (("k", "keys"), ("v", "values")):
-        half = f"{policy.removesuffix(')')},on={on})" if policy.endswith(")") else f"{policy}(on={on})"
+        half = (
+            f"{policy.removesuffix(')')},on={on})" if policy.endswith(")") else f"{policy}(on={on})"
+        )
         name = f"{way.name}, of {what} alone"
-        yield dataclasses.replace(way, name=name, **({"path": f"{before}{plus}{half}"} if way.path else {"prefix": half}))  # type: ignore[arg-type]
+        changed: dict[str, Any] = (
+            {"path": f"{before}{plus}{half}"} if way.path else {"prefix": half}
+        )
+        yield dataclasses.replace(way, name=name, **changed)
 
 
 def both(a: Way, b: Way) -> Way | None:
     """Two causes at once; None where both are of one kind, or are read at other tokens."""
-    if any(getattr(a, name) != getattr(b, name) and _is_set(a, name) and _is_set(b, name) for name in _ONE):
+    if any(
+        getattr(a, name) != getattr(b, name) and _is_set(a, name) and _is_set(b, name)
+        for name in _ONE
+    ):
         return None
     one = {name: getattr(a if _is_set(a, name) else b, name) for name in _ONE}
     if one["path"] and one["prefix"]:
@@ -202,15 +234,20 @@ def _joined(a: Any, b: Any) -> Any:
 
 
 def nulls(rung: Way) -> tuple[list[Way], list[Way]]:
-    """Other ways to compute the same in a precision, which differ by rounding alone; and ways with one bit fewer.
+    """Other ways to compute the same in a precision, which differ by rounding alone; and ways with
+    one bit fewer.
 
-    From a cache, beside another row, and, twice, with every module's result rounded once more, for an engine adds in another
-    order and rounds in other places. What is further off than with every result rounded to a bit fewer is no rounding of it.
+    From a cache, beside another row, and, twice, with every module's result rounded once more, for
+    an engine adds in another order and rounds in other places. What is further off than with every
+    result rounded to a bit fewer is no rounding of it.
     """
 
     def more(bits: int) -> list[Way]:
         name = f"{rung.name}, every result rounded once more" + ", to a bit fewer" * bits
-        return [dataclasses.replace(rung, name=f"{name}, {seed}", hooks=_round_again(seed, 2.0**bits)) for seed in (0, 1)]
+        return [
+            dataclasses.replace(rung, name=f"{name}, {seed}", hooks=_round_again(seed, 2.0**bits))
+            for seed in (0, 1)
+        ]
 
     cached = dataclasses.replace(rung, name=f"{rung.name} from a cache", path="cached")
     beside = dataclasses.replace(rung, name=f"{rung.name} beside another row", fed="twice")
@@ -218,31 +255,48 @@ def nulls(rung: Way) -> tuple[list[Way], list[Way]]:
 
 
 def stale(adapter: Adapter, older: Adapter) -> Iterator[Way]:
-    """Yields what weights of another time do: those of the whole text, or of the prompt's cache, the head or the layers alone.
+    """Yields what weights of another time do: those of the whole text, or of the prompt's cache,
+    the head or the layers alone.
 
-    Without an adapter's weights, "older" are those of the base: an adapter that is missing, merged twice, or half.
+    Without an adapter's weights, "older" are those of the base: an adapter that is missing, merged
+    twice, or half.
     """
     yield Way("the older weights for the whole text", "bug", older=(older, "all"))
-    yield Way("the older weights for the prompt's cache, these behind it", "bug", older=(older, "prompt"))
+    yield Way(
+        "the older weights for the prompt's cache, these behind it", "bug", older=(older, "prompt")
+    )
     yield Way("the older head over these layers", "bug", hooks=_head_of(older))
-    yield Way("this head over the older layers", "bug", attributes=_between(older, 0.0), hooks=_head_of(adapter))
+    yield Way(
+        "this head over the older layers",
+        "bug",
+        attributes=_between(older, 0.0),
+        hooks=_head_of(adapter),
+    )
     yield from (_step_from(older, size) for size in (0.5, 2.0))
 
 
 def unreset() -> Iterator[Way]:
-    """Yields the positions of packed rows that do not begin anew with each text; rotary ones are relative, and do not show it."""
+    """Yields the positions of packed rows that do not begin anew with each text; rotary ones are
+    relative, and do not show it.
+    """
     name = "positions that go on from the text{} before it in the file, as where packed rows do not begin them anew"
     yield Way(name.format(""), "bug", further=lambda paths, n: len(paths[n - 1].ids) * (n % 2))
-    yield Way(name.format("s"), "bug", further=lambda paths, n: sum(len(path.ids) for path in paths[:n]))
+    yield Way(
+        name.format("s"), "bug", further=lambda paths, n: sum(len(path.ids) for path in paths[:n])
+    )
 
 
 def moved(way: Way, by: int) -> Way:
     """A way whose positions are so many further on."""
-    return dataclasses.replace(way, further=None, hooks=_joined(way.hooks, _positions(lambda at, cut: at + by)))
+    return dataclasses.replace(
+        way, further=None, hooks=_joined(way.hooks, _positions(lambda at, cut: at + by))
+    )
 
 
 def routing(near: str) -> Iterator[Way]:
-    """Yields what routers of experts do otherwise: their choice in 16 bits, one expert more or fewer, other weights."""
+    """Yields what routers of experts do otherwise: their choice in 16 bits, one expert more or
+    fewer, other weights.
+    """
     names = [rung.name for rung in RUNGS]
     for dtype in ("bfloat16", "float16"):
         word = "kernel" if names.index(dtype) <= names.index(near) else "wrong-dtype"
@@ -255,7 +309,8 @@ def routing(near: str) -> Iterator[Way]:
 
 
 def limits(adapter: Adapter, first: int | None, longest: int) -> Iterator[Way]:
-    """Yields what ends at a position: a window, the model's own or another, a table of positions, a context that is shifted.
+    """Yields what ends at a position: a window, the model's own or another, a table of positions, a
+    context that is shifted.
 
     Args:
         adapter: The model.
@@ -264,22 +319,38 @@ def limits(adapter: Adapter, first: int | None, longest: int) -> Iterator[Way]:
     """
     windows = sorted({window for window in adapter.facts.windows if window})
     sizes = {2**power for power in range(4, 16)}
-    sizes |= {size + by for size in ([first] if first else []) for by in range(-3, 2)} if first else set()
-    near = {size + by for size in windows for by in (-1, 1)} | {size * by for size in windows for by in (2,)}
+    sizes |= (
+        {size + by for size in ([first] if first else []) for by in range(-3, 2)}
+        if first
+        else set()
+    )
+    near = {size + by for size in windows for by in (-1, 1)} | {
+        size * by for size in windows for by in (2,)
+    }
     near |= {size // 2 for size in windows}
     if windows:
         yield Way("the sliding window ignored", "bug", hooks=_masked(lambda q, k: k < 0, "sliding"))
     for size in sorted(size for size in near | sizes if 1 < size < longest and size not in windows):
-        own = "a sliding window of {} in the place of {}".format(size, " and ".join(map(str, windows)))
+        own = "a sliding window of {} in the place of {}".format(
+            size, " and ".join(map(str, windows))
+        )
         name = own if windows else f"a sliding window of {size}, which the model has not"
-        yield Way(name, "bug", hooks=_masked(functools.partial(_outside, size), "sliding" if windows else "all"))
+        yield Way(
+            name,
+            "bug",
+            hooks=_masked(functools.partial(_outside, size), "sliding" if windows else "all"),
+        )
         clamp = functools.partial(_clamped, size)
-        yield Way(f"positions that end at {size - 1}, as of a RoPE table of {size}", "bug", hooks=_positions(clamp))
+        yield Way(
+            f"positions that end at {size - 1}, as of a RoPE table of {size}",
+            "bug",
+            hooks=_positions(clamp),
+        )
         yield Way(f"a context of {size} whose older half is dropped when it is full", "bug",
                   hooks=_masked(functools.partial(_dropped, size), "all"))  # fmt: skip
 
 
-# What is changed -----------------------------------------------------------------------------------------------------------
+# What is changed ----------------------------------------------------------------------------------
 
 
 def _rounded(tensor: Tensor, dtype: str) -> Tensor:
@@ -293,11 +364,17 @@ def _weights(model: nn.Module, dtype: str) -> Iterator[tuple[Any, str, Any]]:
 
 WEIGHTS = {dtype: Way(f"weights in {dtype}", attributes=functools.partial(_weights, dtype=dtype))
            for dtype in ("float16", "bfloat16")}  # fmt: skip
-"""What an engine of a coarser precision does alike, whatever it does otherwise: it rounds the same weights."""
+"""What an engine of a coarser precision does alike, whatever it does otherwise: it rounds the same
+weights.
+"""
 
 
 def _rotary(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "inv_freq", None), Tensor)
+    ]
 
 
 def _rope(turn: Callable[[Tensor], Tensor]) -> Attributes:
@@ -306,7 +383,13 @@ def _rope(turn: Callable[[Tensor], Tensor]) -> Attributes:
 
 def _rope_scale(size: float) -> Way:
     change = _rope(lambda own: own * size)
-    return Way(f"RoPE frequencies times {size:.4g}", "bug", attributes=change, resized=_rope_scale, size=size)
+    return Way(
+        f"RoPE frequencies times {size:.4g}",
+        "bug",
+        attributes=change,
+        resized=_rope_scale,
+        size=size,
+    )
 
 
 def _rope_base(size: float) -> Way:
@@ -314,13 +397,17 @@ def _rope_base(size: float) -> Way:
         places = torch.arange(len(own), dtype=torch.float64, device=own.device) / len(own)
         return own * (size**-places).to(own)
 
-    return Way(f"RoPE base times {size:.4g}", "bug", attributes=_rope(turn), resized=_rope_base, size=size)
+    return Way(
+        f"RoPE base times {size:.4g}", "bug", attributes=_rope(turn), resized=_rope_base, size=size
+    )
 
 
 def _norm_eps(size: float) -> Way:
     def change(model: nn.Module) -> Iterator[tuple[Any, str, Any]]:
         for module in model.modules():
-            for name in ("variance_epsilon", "eps") if "norm" in type(module).__name__.lower() else ():
+            for name in (
+                ("variance_epsilon", "eps") if "norm" in type(module).__name__.lower() else ()
+            ):
                 if isinstance(own := getattr(module, name, None), float):
                     yield module, name, own * size
 
@@ -377,14 +464,18 @@ def _outside(size: int, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _dropped(size: int, query: Tensor, key: Tensor) -> Tensor:
-    """Which keys are gone where half of a full context is dropped each time, as llama.cpp's context shift does."""
+    """Which keys are gone where half of a full context is dropped each time, as llama.cpp's context
+    shift does.
+    """
     half = size // 2
     shifts = (query - size).div(half, rounding_mode="floor") + 1
     return key < shifts.clamp(min=0) * half
 
 
 def _masked(hides: Callable[[Tensor, Tensor], Tensor], which: str) -> Hooks:
-    """Gives attention another mask, of the layers with a sliding window or of all: causal, and hiding some keys."""
+    """Gives attention another mask, of the layers with a sliding window or of all: causal, and
+    hiding some keys.
+    """
 
     def attach(model: nn.Module, prompt: int) -> Iterator[Any]:
         types = getattr(text_config(model), "layer_types", None) or ()
@@ -395,7 +486,9 @@ def _masked(hides: Callable[[Tensor, Tensor], Tensor], which: str) -> Hooks:
             at = torch.arange(states.shape[1], device=states.device)
             query, key = at[:, None], at[None]
             hidden = (key > query) | hides(query, key)
-            mask = torch.zeros_like(hidden, dtype=states.dtype).masked_fill(hidden, torch.finfo(states.dtype).min)
+            mask = torch.zeros_like(hidden, dtype=states.dtype).masked_fill(
+                hidden, torch.finfo(states.dtype).min
+            )
             return args, {**kwargs, "attention_mask": mask.expand(len(states), 1, *mask.shape)}
 
         for module in model.modules():
@@ -432,14 +525,20 @@ def _positions(place: Callable[[Tensor, int], Tensor]) -> Hooks:
 def _learned(model: nn.Module) -> list[nn.Module]:
     """The tables of positions that are learned, which take positions as they are."""
     names = ("wpe", "position_embeddings", "embed_positions")
-    return [each for name, each in model.named_modules() if name.endswith(names) and type(each) is nn.Embedding]
+    return [
+        each
+        for name, each in model.named_modules()
+        if name.endswith(names) and type(each) is nn.Embedding
+    ]
 
 
 def _round_again(seed: int, units: float) -> Hooks:
-    """Rounds every result once more, at random: by at most half of so many units in the last place, as to the nearest number.
+    """Rounds every result once more, at random: by at most half of so many units in the last place,
+    as to the nearest number.
 
-    Where K products are added, by the root of K such units of float32 too: engines add in float32 at least, in an order of their
-    own, and roundings of either sign add up to about the root of their number (Higham and Mary 2019, SIAM J. Sci. Comput. 41).
+    Where K products are added, by the root of K such units of float32 too: engines add in float32
+    at least, in an order of their own, and roundings of either sign add up to about the root of
+    their number (Higham and Mary 2019, SIAM J. Sci. Comput. 41).
     """
 
     def attach(model: nn.Module, prompt: int) -> Iterator[Any]:
@@ -451,7 +550,11 @@ def _round_again(seed: int, units: float) -> Hooks:
                 return None
             read = next((a for a in args if isinstance(a, Tensor) and a.is_floating_point()), None)
             terms = 0 if read is None else read.shape[-1]
-            unit = units * (torch.finfo(first.dtype).eps + terms**0.5 * torch.finfo(torch.float32).eps) / 2
+            unit = (
+                units
+                * (torch.finfo(first.dtype).eps + terms**0.5 * torch.finfo(torch.float32).eps)
+                / 2
+            )
             random = 2 * torch.rand(first.shape, generator=generator, dtype=torch.float64) - 1
             moved = (first.double() * (1 + unit * random.to(first.device))).to(first.dtype)
             return (moved, *output[1:]) if isinstance(output, tuple) else moved
@@ -480,7 +583,7 @@ def changed(model: nn.Module, prompt: int, way: Way) -> Iterator[bool]:
             handle.remove()
 
 
-# What it gives ---------------------------------------------------------------------------------------------------------------
+# What it gives ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -496,18 +599,31 @@ def logits_of(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
         way: How it is computed.
     """
     if way.tiled:
-        first, rest = (logits_of(adapter, ids, prompt, dataclasses.replace(part, dtype=way.dtype)) for part in way.tiled)
+        first, rest = (
+            logits_of(adapter, ids, prompt, dataclasses.replace(part, dtype=way.dtype))
+            for part in way.tiled
+        )
         # Row t is of the token at t + 1, which a prompt of t + 1 rows was asked for.
-        return None if first is None or rest is None else torch.cat([first[: TILE - 1], rest[TILE - 1 :]])
+        return (
+            None
+            if first is None or rest is None
+            else torch.cat([first[: TILE - 1], rest[TILE - 1 :]])
+        )
     model = adapter.at(dtype_named(way.dtype))
     tokens = torch.tensor([ids], device=model.device)
     if way.routed:
         way = dataclasses.replace(
-            way, hooks=_joined(way.hooks, routers.replayed(routers.chosen_in(adapter, way.routed, tokens)))
+            way,
+            hooks=_joined(
+                way.hooks, routers.replayed(routers.chosen_in(adapter, way.routed, tokens))
+            ),
         )
     inner, bos = 0 < prompt < len(ids), getattr(adapter.tokenizer, "bos_token_id", None)
     with changed(model.model, prompt, way) as there:
-        if not there or (not inner and (way.prefix or way.fed == "apart" or (way.older and way.older[1] == "prompt"))):
+        if not there or (
+            not inner
+            and (way.prefix or way.fed == "apart" or (way.older and way.older[1] == "prompt"))
+        ):
             return None
         if way.fed == "begun" and (bos in (None, ids[0]) or len(ids) == adapter.facts.context):
             return None
@@ -515,18 +631,25 @@ def logits_of(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
             return None
         head, rest = tokens[:, :prompt], tokens[:, prompt:]
         if way.older is not None:
-            logits = _by_older(model, way.older[0].at(dtype_named(way.dtype)), way.older[1], head, rest)
+            logits = _by_older(
+                model, way.older[0].at(dtype_named(way.dtype)), way.older[1], head, rest
+            )
         elif way.path:
             path = path_named(way.path)
             pieces = [head, rest] if path.prefill == "exact" and inner else [tokens]
             store = own_store(model, path, 1, pieces[0].shape[1], len(ids) - pieces[0].shape[1], ())
             logits = torch.cat([model.forward(piece, store) for piece in pieces], 1)
         elif way.prefix:
-            policy, cache = policy_named(way.prefix).start(model.facts), {model.cache_name: model.new_cache()}
+            policy, cache = (
+                policy_named(way.prefix).start(model.facts),
+                {model.cache_name: model.new_cache()},
+            )
             before = model.model(head, **cache).logits
             for layer, cached in enumerate(cache[model.cache_name].layers):
                 place = Place(layer, 0, prompt, True, prompt=prompt)
-                cached.keys, cached.values = policy.read(*policy.write(cached.keys, cached.values, place), place)
+                cached.keys, cached.values = policy.read(
+                    *policy.write(cached.keys, cached.values, place), place
+                )
             logits = torch.cat([before, model.model(rest, **cache).logits], 1)
         elif way.fed == "apart":
             logits = torch.cat([model.forward(head), model.forward(rest)], 1)
@@ -540,7 +663,9 @@ def logits_of(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
 
 
 def _by_older(model: Adapter, older: Adapter, which: str, head: Tensor, rest: Tensor) -> Tensor:
-    """``[row, position, vocabulary]``: a text by other weights, or what is behind a prompt by ours, on a cache of theirs."""
+    """``[row, position, vocabulary]``: a text by other weights, or what is behind a prompt by ours,
+    on a cache of theirs.
+    """
     if which == "all":
         return older.forward(torch.cat([head, rest], 1))
     cache = {older.cache_name: older.new_cache()}
@@ -549,7 +674,9 @@ def _by_older(model: Adapter, older: Adapter, which: str, head: Tensor, rest: Te
 
 
 def own_row(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> np.ndarray | None:
-    """``[position]``, the log-prob of each id given those before it, NaN for the first; None where this model has no such way."""
+    """``[position]``, the log-prob of each id given those before it, NaN for the first; None where
+    this model has no such way.
+    """
     try:
         rows = logits_of(adapter, ids, prompt, way)
     except (InputError, UnsupportedError):

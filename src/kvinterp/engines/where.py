@@ -1,8 +1,10 @@
-"""Says which tokens of a file are further off than rounding: which sequences, which part of them, from which position on.
+"""Says which tokens of a file are further off than rounding: which sequences, which part of them,
+from which position on.
 
-The null is that of the same file and tokens: our own distance to float64 there, times what the furthest of the nulls had of it
-in one of the sequences where they were run. A set of tokens is an answer if it is beyond that, what is left without it is not,
-and the two surely differ (Mann and Whitney's test).
+The null is that of the same file and tokens: our own distance to float64 there, times what the
+furthest of the nulls had of it in one of the sequences where they were run. A set of tokens is an
+answer if it is beyond that, what is left without it is not, and the two surely differ (Mann and
+Whitney's test).
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ class Where:
     Attributes:
         said: A phrase, "sequences 2 and 5 of 6 are off, in prompt tokens alone".
         off: ``[token]``, whether each is one of them.
-        first: The first position that is off, if there are positions before it that are not; None otherwise.
+        first: The first position that is off, if there are positions before it that are not; None
+            otherwise.
         gap: ``[token]``, the distance in nats.
-        rows: For each sequence its number from 1, its mean distance in nats, the null's limit of it, and whether it is off.
+        rows: For each sequence its number from 1, its mean distance in nats, the null's limit of
+            it, and whether it is off.
     """
 
     said: str
@@ -49,7 +53,8 @@ class Null:
 
     Attributes:
         noise: ``[token]``, our own distance to float64 in the engine's precision.
-        spread: How many times as far off as our own path, in the sequence or in all, the furthest null is in one sequence.
+        spread: How many times as far off as our own path, in the sequence or in all, the furthest
+            null is in one sequence.
         most: The distance at a single token that no null exceeds, in nats.
     """
 
@@ -76,7 +81,12 @@ def place(tokens: Tokens, prompts: Sequence[int], gap: np.ndarray, null: Null) -
         at = tokens.sequence == number
         off = _beyond(at, gap, null)
         rows.append(
-            {"sequence": number + 1, "mean": float(gap[at].mean()), "null": null.limit(at), "off": "yes" if off else "no"}
+            {
+                "sequence": number + 1,
+                "mean": float(gap[at].mean()),
+                "null": null.limit(at),
+                "off": "yes" if off else "no",
+            }
         )
         bad += [number] * off
     bad, alone = _surely(bad, gap, null, tokens)
@@ -89,7 +99,9 @@ def place(tokens: Tokens, prompts: Sequence[int], gap: np.ndarray, null: Null) -
 
 
 def _surely(bad: list[int], gap: np.ndarray, null: Null, tokens: Tokens) -> tuple[list[int], str]:
-    """All sequences, and how many are beyond their null alone, where these are not surely further off than the others."""
+    """All sequences, and how many are beyond their null alone, where these are not surely further
+    off than the others.
+    """
     numbers, own = np.unique(tokens.sequence).tolist(), np.isin(tokens.sequence, bad)
     if not 0 < len(bad) < len(numbers):
         return bad, ""
@@ -101,11 +113,16 @@ def _surely(bad: list[int], gap: np.ndarray, null: Null, tokens: Tokens) -> tupl
 
 def _beyond(at: np.ndarray, gap: np.ndarray, null: Null) -> bool:
     """Whether some tokens are further off than the null, on average or at one of them."""
-    return bool(at.any()) and (float(gap[at].mean()) > null.limit(at) or float(gap[at].max()) > null.most)
+    return bool(at.any()) and (
+        float(gap[at].mean()) > null.limit(at) or float(gap[at].max()) > null.most
+    )
 
 
-def acting(tokens: Tokens, prompts: Sequence[int], where: Where, effect: np.ndarray, more: bool) -> Where:
-    """Says the tokens anew that a cause acts on, once it is named: what is small elsewhere is the cause's too.
+def acting(
+    tokens: Tokens, prompts: Sequence[int], where: Where, effect: np.ndarray, more: bool
+) -> Where:
+    """Says the tokens anew that a cause acts on, once it is named: what is small elsewhere is the
+    cause's too.
 
     Args:
         tokens: The judged tokens.
@@ -133,7 +150,9 @@ def acting(tokens: Tokens, prompts: Sequence[int], where: Where, effect: np.ndar
     if within.sum() - mask.sum() < FEW:
         said, mask = "", within
     which, others = _sequences(bad, where.gap, tokens)
-    return dataclasses.replace(where, said=f"{which}{said}{others}", off=mask, first=first if "position" in said else None)
+    return dataclasses.replace(
+        where, said=f"{which}{said}{others}", off=mask, first=first if "position" in said else None
+    )
 
 
 def _sequences(bad: Sequence[int], gap: np.ndarray, tokens: Tokens) -> tuple[str, str]:
@@ -147,26 +166,40 @@ def _sequences(bad: Sequence[int], gap: np.ndarray, tokens: Tokens) -> tuple[str
         return f"all {count} sequences are off", ""
     others = count - len(bad)
     fine = "rounding" if gap[~np.isin(tokens.sequence, bad)].any() else "exact"
-    agree = {"rounding": ("is within its null", "are within their null"), "exact": ("is exact", "are exact")}[fine][
-        others > 1
-    ]
-    names = listed([str(number + 1) for number in bad[:NAMED]]) if len(bad) <= NAMED else f"{bad[0] + 1}, {bad[1] + 1}, ..."
+    agree = {
+        "rounding": ("is within its null", "are within their null"),
+        "exact": ("is exact", "are exact"),
+    }[fine][others > 1]
+    names = (
+        listed([str(number + 1) for number in bad[:NAMED]])
+        if len(bad) <= NAMED
+        else f"{bad[0] + 1}, {bad[1] + 1}, ..."
+    )
     if len(bad) >= max(2, count // 2) and (np.diff(bad) == 2).all():
-        return f"every second sequence is off ({names} of {count})", f"; the other{'s' * (others > 1)} {agree}"
+        return (
+            f"every second sequence is off ({names} of {count})",
+            f"; the other{'s' * (others > 1)} {agree}",
+        )
     if len(bad) <= NAMED:
         verb = "s {} of {} are off" if len(bad) > 1 else " {} of {} is off"
         return f"sequence{verb.format(names, count)}", f"; the other{'s' * (others > 1)} {agree}"
     return f"{others} of {count} sequences {agree}, {len(bad)} are off", ""
 
 
-def _part(tokens: Tokens, cut: np.ndarray, gap: np.ndarray, null: Null, within: np.ndarray) -> tuple[str, np.ndarray]:
+def _part(
+    tokens: Tokens, cut: np.ndarray, gap: np.ndarray, null: Null, within: np.ndarray
+) -> tuple[str, np.ndarray]:
     """Finds the part of some sequences that is off: a phrase, and ``[token]``."""
     candidates = [*_candidates(tokens, cut, gap, null, within)]
     level = (gap + TINY) / (null.noise + TINY)
     best: tuple[str, np.ndarray] = ("", within)
     for said, mask in candidates:
         inside, outside = within & mask, within & ~mask
-        if min(inside.sum(), outside.sum()) < FEW or not _beyond(inside, gap, null) or _beyond(outside, gap, null):
+        if (
+            min(inside.sum(), outside.sum()) < FEW
+            or not _beyond(inside, gap, null)
+            or _beyond(outside, gap, null)
+        ):
             continue
         test = scipy.stats.mannwhitneyu(level[inside], level[outside], alternative="greater")
         # What is asked for later has to leave out surely more.
@@ -201,13 +234,19 @@ def _candidates(
         if mask is not None:
             places = np.unique(position[mask] // size)
             if len(places) == 1:
-                yield f", in positions {places[0] * size} to {(places[0] + 1) * size - 1} alone", mask
+                yield (
+                    f", in positions {places[0] * size} to {(places[0] + 1) * size - 1} alone",
+                    mask,
+                )
             else:
                 yield f", in blocks of {size}, the first at position {places[0] * size}", mask
 
 
-def falls_along(tokens: Tokens, cut: np.ndarray, gap: np.ndarray, noise: np.ndarray, off: np.ndarray) -> bool:
-    """Whether the distance lies on replies alone and surely falls along them, as behind another prompt, which they outgrow.
+def falls_along(
+    tokens: Tokens, cut: np.ndarray, gap: np.ndarray, noise: np.ndarray, off: np.ndarray
+) -> bool:
+    """Whether the distance lies on replies alone and surely falls along them, as behind another
+    prompt, which they outgrow.
 
     Args:
         tokens: The judged tokens.
@@ -224,7 +263,9 @@ def falls_along(tokens: Tokens, cut: np.ndarray, gap: np.ndarray, noise: np.ndar
 
 
 def _turns(tokens: Tokens, cut: np.ndarray) -> np.ndarray:
-    """``[token]``: the turn of its reply, from 1 (0: the prompt); a tool's tokens between two turns have no log-prob."""
+    """``[token]``: the turn of its reply, from 1 (0: the prompt); a tool's tokens between two turns
+    have no log-prob.
+    """
     new = np.diff(tokens.position, prepend=-1) > 1
     new |= np.diff(tokens.sequence, prepend=-1) != 0
     reply = tokens.position >= cut
@@ -238,7 +279,9 @@ def _turns(tokens: Tokens, cut: np.ndarray) -> np.ndarray:
 
 
 def _first(at: np.ndarray, gap: np.ndarray, null: Null, within: np.ndarray) -> int | None:
-    """Finds the first place that is beyond the null, or earlier, where the distance surely begins to grow; None of none."""
+    """Finds the first place that is beyond the null, or earlier, where the distance surely begins
+    to grow; None of none.
+    """
     far = within & (gap > null.most)
     level = scipy.stats.rankdata(((gap + TINY) / (null.noise + TINY))[within])
     own = at[within]
@@ -257,19 +300,28 @@ def _first(at: np.ndarray, gap: np.ndarray, null: Null, within: np.ndarray) -> i
 
 
 def _blocks(
-    block: np.ndarray, position: np.ndarray, size: int, gap: np.ndarray, null: Null, within: np.ndarray
+    block: np.ndarray,
+    position: np.ndarray,
+    size: int,
+    gap: np.ndarray,
+    null: Null,
+    within: np.ndarray,
 ) -> np.ndarray | None:
-    """``[token]``: the tokens of blocks that are off as wholes; None where one is off in a half of it alone, or none is."""
+    """``[token]``: the tokens of blocks that are off as wholes; None where one is off in a half of
+    it alone, or none is.
+    """
     mask, late = np.zeros(len(gap), bool), position % size >= size // 2
     for number in np.unique(block[within & (gap > null.most)]):
         at = within & (block == number)
         if not all(_beyond(half, gap, null) for half in (at & late, at & ~late) if half.any()):
             return None
         mask |= at
-    # Where most blocks are off, those between are tokens that were certain anyway, and say nothing of blocks.
+    # Where most blocks are off, those between are tokens that were certain anyway, and say nothing
+    # of blocks.
     if not 0 < mask.sum() <= within.sum() / 2:
         return None
-    # What begins at a position and stays, or ends at one, is no matter of blocks: most of what lies between has to be right.
+    # What begins at a position and stays, or ends at one, is no matter of blocks: most of what lies
+    # between has to be right.
     places = position[mask]
     hull = within & (position >= places.min()) & (position <= places.max())
     alone = len(np.unique(places // size)) == 1

@@ -1,9 +1,10 @@
 """WHAT IS MEASURED: pure functions on tensors, computed in float64 on the tensors' device.
 
-Each maps two paths' tensors ``[*batch, last]`` to one number ``[*batch]``. Only :mod:`kvinterp.metrics.statistics` and the tests
-beside it (inference, dependence, survival) work on the host, with numbers that are there already. The device must have float64,
-which Apple's MPS does not have. Bitwise equal inputs give exactly the metric's zero. Non-finite inputs give non-finite numbers,
-which the caller must look for.
+Each maps two paths' tensors ``[*batch, last]`` to one number ``[*batch]``. Only
+:mod:`kvinterp.metrics.statistics` and the tests beside it (inference, dependence, survival) work on
+the host, with numbers that are there already. The device must have float64, which Apple's MPS does
+not have. Bitwise equal inputs give exactly the metric's zero. Non-finite inputs give non-finite
+numbers, which the caller must look for.
 """
 
 from kvinterp.metrics.attention import pattern_kl
@@ -41,9 +42,15 @@ from kvinterp.metrics.survival import survival_by_step
 
 # Single metrics as functions, for users with tensors of their own.
 js_divergence = REGISTRY["js"].function
-max_abs_difference, rms_difference = REGISTRY["max_abs_logit"].function, REGISTRY["rms_logit"].function
+max_abs_difference, rms_difference = (
+    REGISTRY["max_abs_logit"].function,
+    REGISTRY["rms_logit"].function,
+)
 top1_agreement, top_probability_difference = (
     REGISTRY["top1_agree"].function,
     REGISTRY["top_probability_difference"].function,
 )
-cosine_distance, relative_error = REGISTRY["cosine_distance"].function, REGISTRY["relative_error"].function
+cosine_distance, relative_error = (
+    REGISTRY["cosine_distance"].function,
+    REGISTRY["relative_error"].function,
+)

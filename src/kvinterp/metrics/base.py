@@ -41,7 +41,8 @@ KINDS: dict[Kind, Fills] = {
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A number about two tensors of the same kind; the contract tests, the tables and ``kvinterp list`` use its fields.
+    """A number about two tensors of the same kind; the contract tests, the tables and
+    ``kvinterp list`` use its fields.
 
     Attributes:
         name: Its unique name.
@@ -50,9 +51,11 @@ class Metric:
         zero: Its exact value for bitwise equal tensors; None if it is of one path alone.
         nonnegative: Whether it is never below zero.
         column: Its column in the table; by default its name.
-        together: Computes this metric and others of the same kind at once, by column; None if it shares no work.
-        over: For K and V, how the numbers of several vectors are combined, ``"mean"`` or ``"max"``. In the summed tables the
-            first has the metric's own column, others have their name as suffix.
+        together: Computes this metric and others of the same kind at once, by column; None if it
+            shares no work.
+        over: For K and V, how the numbers of several vectors are combined, ``"mean"`` or ``"max"``.
+            In the summed tables the first has the metric's own column, others have their name as
+            suffix.
     """
 
     name: str
@@ -80,7 +83,8 @@ def parted(
     Args:
         kind: The kind of the two tensors.
         together: Computes all of them, by column.
-        columns: For each metric the column, its zero, whether it is never below zero, and its description.
+        columns: For each metric the column, its zero, whether it is never below zero, and its
+            description.
         name: The form of a metric's name, with ``{}`` for its column.
         over: As :attr:`Metric.over`, by column.
     """
@@ -107,11 +111,14 @@ def parted(
     )
 
 
-def float64_pair(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"], what: str) -> Float64[Tensor, "path=2 *shape"]:
-    """Stacks both tensors in one float64 copy, so that each later operation is one kernel and not two.
+def float64_pair(
+    a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"], what: str
+) -> Float64[Tensor, "path=2 *shape"]:
+    """Stacks both tensors in one float64 copy, so that each later operation is one kernel and not
+    two.
 
-    The caller may overwrite the copy, which carries no gradient. Float64 holds every float16, bfloat16 and float32
-    exactly.
+    The caller may overwrite the copy, which carries no gradient. Float64 holds every float16,
+    bfloat16 and float32 exactly.
 
     Args:
         a: One path's tensor.
@@ -130,5 +137,7 @@ def float64_pair(a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"], what: s
             "give both at the same steps of the same model."
         )
     if not a.ndim or not a.shape[-1]:
-        raise InputError(f"the {what} have shape {tuple(a.shape)}: the last dimension must hold at least one value.")
+        raise InputError(
+            f"the {what} have shape {tuple(a.shape)}: the last dimension must hold at least one value."
+        )
     return torch.stack((a.detach(), b.detach())).double()

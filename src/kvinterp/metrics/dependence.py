@@ -1,4 +1,6 @@
-"""The dependence of one number on another over clustered observations: correlations, slopes and thirds."""
+"""The dependence of one number on another over clustered observations: correlations, slopes and
+thirds.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ def correlation(
         resamples: How often whole clusters are resampled.
 
     Returns:
-        statistic: Student's t. p: of the slope of ``y`` on ``x``, which without clusters is the usual test of the correlation;
-        with clusters its error allows rows of one cluster to be correlated. effect: r.
+        statistic: Student's t. p: of the slope of ``y`` on ``x``, which without clusters is the
+        usual test of the correlation; with clusters its error allows rows of one cluster to be
+        correlated. effect: r.
     """
     if method not in METHODS:
         raise InputError(f"method {method!r} was given: expected {' or '.join(METHODS)}.")
@@ -48,19 +51,25 @@ def correlation(
     test = slope(xs, ys, names)
     if test.why:
         return Test(*what, why=test.why)
-    # Each resample is ranked again: with resampled ranks of the whole sample 9 in 100 intervals of 12 prompts miss.
+    # Each resample is ranked again: with resampled ranks of the whole sample 9 in 100 intervals of
+    #     12 prompts miss.
     resampled = _rank_r if method == "spearman" else _r
     ends = clustered_interval(resampled, names, xs, ys, seed=seed, resamples=resamples)
     return Test(*what, test.statistic, test.p, _r(xs, ys), *ends)
 
 
 def restricted_correlation(
-    x: Column, y: Column, clusters: Column | None = None, above: float = 0.0, method: str = "pearson", **options: Any
+    x: Column,
+    y: Column,
+    clusters: Column | None = None,
+    above: float = 0.0,
+    method: str = "pearson",
+    **options: Any,
 ) -> Test:
     """The correlation over the observations whose ``x`` is above a bound.
 
-    The FP16 paper calls this a partial correlation. It is not one: leaving out a range of ``x`` holds nothing constant, and a
-    smaller range alone weakens a correlation.
+    The FP16 paper calls this a partial correlation. It is not one: leaving out a range of ``x``
+    holds nothing constant, and a smaller range alone weakens a correlation.
     """
     names, xs, ys = columns(clusters, x=x, y=y)
     inside = xs > above
@@ -91,8 +100,9 @@ def slope(x: Column, y: Column, clusters: Column | None = None) -> Test:
     Args:
         x: One number an observation.
         y: The number that is explained.
-        clusters: The cluster of each observation; if one has several, errors within it may be correlated (the sandwich
-            of statsmodels' ``cov_type="cluster"``, Student's t with one degree of freedom less than there are clusters).
+        clusters: The cluster of each observation; if one has several, errors within it may be
+            correlated (the sandwich of statsmodels' ``cov_type="cluster"``, Student's t with one
+            degree of freedom less than there are clusters).
     """
     import statsmodels.api as sm
 
@@ -105,13 +115,24 @@ def slope(x: Column, y: Column, clusters: Column | None = None) -> Test:
         return Test(*what, why="one of the two does not vary")
     model = sm.OLS(ys, np.column_stack([xs, np.ones(len(xs))]))
     with quiet():
-        options: Any = {} if n == len(xs) else {"cov_type": "cluster", "cov_kwds": {"groups": names}, "use_t": True}
+        options: Any = (
+            {}
+            if n == len(xs)
+            else {"cov_type": "cluster", "cov_kwds": {"groups": names}, "use_t": True}
+        )
         fit: Any = model.fit(**options)
     return Test(*what, fit.tvalues[0], fit.pvalues[0], fit.params[0], *fit.conf_int()[0])
 
 
-def terciles(order: Column, values: Column, clusters: Column | None = None, seed: int = 0, resamples: int = 1000) -> Test:
-    """Compares the mean of a number over the lowest third of another with that over its highest third.
+def terciles(
+    order: Column,
+    values: Column,
+    clusters: Column | None = None,
+    seed: int = 0,
+    resamples: int = 1000,
+) -> Test:
+    """Compares the mean of a number over the lowest third of another with that over its highest
+    third.
 
     Args:
         order: The number whose thirds are taken.
@@ -121,9 +142,9 @@ def terciles(order: Column, values: Column, clusters: Column | None = None, seed
         resamples: How often clusters are resampled; the thirds are made anew in each.
 
     Returns:
-        statistic and p: Welch's t of the lowest against the highest third; if clusters have several rows, the t of the same
-        difference with errors that are correlated within clusters (statsmodels, ``cov_type="cluster"``). effect: the ratio of
-        the two means.
+        statistic and p: Welch's t of the lowest against the highest third; if clusters have several
+        rows, the t of the same difference with errors that are correlated within clusters
+        (statsmodels, ``cov_type="cluster"``). effect: the ratio of the two means.
     """
     names, place, numbers = columns(clusters, order=order, values=values)
     n = len(np.unique(names))
@@ -140,7 +161,9 @@ def terciles(order: Column, values: Column, clusters: Column | None = None, seed
         test = slope(early[outer].astype(float), numbers[outer], clusters=names[outer])
     if test.why:
         return Test(*what, why=test.why)
-    ends = clustered_interval(_ratio_of_thirds, names, place, numbers, seed=seed, resamples=resamples)
+    ends = clustered_interval(
+        _ratio_of_thirds, names, place, numbers, seed=seed, resamples=resamples
+    )
     return Test(*what, test.statistic, test.p, _ratio_of_thirds(place, numbers), *ends)
 
 

@@ -1,8 +1,10 @@
-"""The noise that a policy's change of keys and values amounts to: gain, spread, flipped signs and tails of the error.
+"""The noise that a policy's change of keys and values amounts to: gain, spread, flipped signs and
+tails of the error.
 
-The error ``e`` of an element ``x`` is split by least squares into ``gain * x`` and a residual. For multiplicative noise,
-``e = x u``, the gain is the mean of ``u`` and the spread its standard deviation, whatever ``x`` is, so that quantisers and
-injected noise share an axis. Sums are kept instead of means, so that several prompts, heads and layers combine exactly.
+The error ``e`` of an element ``x`` is split by least squares into ``gain * x`` and a residual. For
+multiplicative noise, ``e = x u``, the gain is the mean of ``u`` and the spread its standard
+deviation, whatever ``x`` is, so that quantisers and injected noise share an axis. Sums are kept
+instead of means, so that several prompts, heads and layers combine exactly.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 SUMS = ("elements", "nonzero", "x2", "ex", "e1", "e2", "e3", "e4", "flipped", "zeroed")
-"""The sums over elements: their count, how many are not 0, moments, and how many change sign or become 0."""
+"""The sums over elements: their count, how many are not 0, moments, and how many change sign or
+become 0.
+"""
 
 
 def error_sums(
@@ -46,12 +50,17 @@ def noise_of_sums(sums: pd.DataFrame) -> pd.DataFrame:
         sums: The columns of :data:`SUMS`.
 
     Returns:
-        relative_rms, the error's root mean square over that of the elements; bias, its gain: the mean error of multiplicative
-        noise, below 0 where elements shrink; relative_std, the rest of relative_rms besides the bias; sign_flips and
-        zeroed, shares of the elements that are not 0; kurtosis of the error about its mean, 0 for a normal distribution, NaN
-        without an error. Combined places of different size have heavier tails than each alone.
+        relative_rms, the error's root mean square over that of the elements; bias, its gain: the
+        mean error of multiplicative noise, below 0 where elements shrink; relative_std, the rest of
+        relative_rms besides the bias; sign_flips and zeroed, shares of the elements that are not 0;
+        kurtosis of the error about its mean, 0 for a normal distribution, NaN without an error.
+        Combined places of different size have heavier tails than each alone.
     """
-    count, x2, power = sums["elements"], sums["x2"], {n: sums[f"e{n}"] / sums["elements"] for n in (1, 2, 3, 4)}
+    count, x2, power = (
+        sums["elements"],
+        sums["x2"],
+        {n: sums[f"e{n}"] / sums["elements"] for n in (1, 2, 3, 4)},
+    )
     mean = power[1]
     spread = (power[2] - mean**2).clip(lower=0)
     fourth = power[4] - 4 * mean * power[3] + 6 * mean**2 * power[2] - 3 * mean**4

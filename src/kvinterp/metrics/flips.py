@@ -1,10 +1,13 @@
-"""Predicts how many tokens flip from margins, the errors of the two top logits and the grid, without looking at flips.
+"""Predicts how many tokens flip from margins, the errors of the two top logits and the grid,
+without looking at flips.
 
-A greedy step flips if an error e carries the runner-up over the top. Near 0 the margin x1 - x2 has a density p, and of
-exact logits a share p E|e1 - e2| / 2 flips, to first order in the error, the mean being that of steps near a
-tie: where a model hesitates its errors can be twice as large. Logits in 16 bits are rounded to a grid first, so that a shift of
-both logits, which no softmax sees, can flip a token too. :func:`foretold` adds the errors of other prompts, at steps of similar
-margin, to this prompt's logits, rounds, and counts: no formula.
+A greedy step flips if an error e carries the runner-up over the top. Near 0 the margin x1 - x2 has
+a density p, and of exact logits a share p E|e1 - e2| / 2 flips, to first order in the error, the
+mean being that of steps near a
+tie: where a model hesitates its errors can be twice as large. Logits in 16 bits are rounded to a
+grid first, so that a shift of both logits, which no softmax sees, can flip a token too.
+:func:`foretold` adds the errors of other prompts, at steps of similar margin, to this prompt's
+logits, rounds, and counts: no formula.
 """
 
 from __future__ import annotations
@@ -25,39 +28,47 @@ EXACT = "exact"
 LEAST = 5
 """The fewest prompts for a prediction, and the fewest expected flips for a verdict."""
 NEAR = 0.2
-"""The share of steps, those of the least margins, that gives the density of margins near 0 and the error there."""
+"""The share of steps, those of the least margins, that gives the density of margins near 0 and the
+error there.
+"""
 LIKE = 0.1
 """The share of other prompts' steps, those of the nearest margins, whose errors a step may get."""
 WORLDS = 400
 """How many worlds are simulated."""
 _TRIES = 8
-"""How many steps are drawn to find one of the world's half of the prompts. In 0.4% of cases none is; the first is taken then."""
+"""How many steps are drawn to find one of the world's half of the prompts. In 0.4% of cases none
+is; the first is taken then.
+"""
 
 
 def first_order(steps: pd.DataFrame) -> float:
     """The share of steps that flip, to first order in the error, for logits that are not rounded.
 
     Args:
-        steps: A row a step: first, second (the two top logits of one path), first_error, second_error (the other path's less
-            these).
+        steps: A row a step: first, second (the two top logits of one path), first_error,
+            second_error (the other path's less these).
     """
     margin = (steps["first"] - steps["second"]).to_numpy(float)
     ends = np.quantile(margin, NEAR) if len(margin) else 0.0
     if not ends > 0:
         return float("nan")
-    moved = (steps["first_error"] - steps["second_error"]).abs().to_numpy(float)[margin <= ends].mean()
+    moved = (
+        (steps["first_error"] - steps["second_error"]).abs().to_numpy(float)[margin <= ends].mean()
+    )
     return float(np.mean(margin <= ends) / ends * moved / 2)
 
 
 def foretold(steps: pd.DataFrame, grid: str) -> tuple[float, float, float]:
-    """Predicts how many of these steps flip from the errors of other prompts, with the interval of 95% of such counts.
+    """Predicts how many of these steps flip from the errors of other prompts, with the interval of
+    95% of such counts.
 
-    In each of many simulated worlds a prompt gets the errors of a random half of the other prompts: each of its steps those of
-    one of their steps, drawn among the tenth whose margins rank next to its own. A prompt's own errors, and whether its steps
-    flipped, are never used.
+    In each of many simulated worlds a prompt gets the errors of a random half of the other prompts:
+    each of its steps those of one of their steps, drawn among the tenth whose margins rank next to
+    its own. A prompt's own errors, and whether its steps flipped, are never used.
 
     Args:
-        steps: As for :func:`first_order`, with example, and first_token and second_token, whose order decides a tie.
+        steps: As for :func:`first_order`, with example, and first_token and second_token, whose
+            order decides a tie.
         grid: The dtype that logits are rounded to, such as ``"bfloat16"``, or :data:`EXACT`.
 
     Returns:
@@ -68,7 +79,9 @@ def foretold(steps: pd.DataFrame, grid: str) -> tuple[float, float, float]:
     """
     dtype = None if grid == EXACT else getattr(torch, str(grid), None)
     if grid != EXACT and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise InputError(f"grid {shown(grid)} was given: expected a floating dtype such as 'bfloat16', or 'exact'.")
+        raise InputError(
+            f"grid {shown(grid)} was given: expected a floating dtype such as 'bfloat16', or 'exact'."
+        )
     examples = steps["example"].to_numpy()
     names = np.unique(examples)
     if len(names) < LEAST:
@@ -91,7 +104,9 @@ def foretold(steps: pd.DataFrame, grid: str) -> tuple[float, float, float]:
         group = steps[inside]
         before = torch.tensor(group[["first", "second"]].to_numpy(float))[:, None]
         lower = torch.tensor((group["first_token"] < group["second_token"]).to_numpy())[:, None]
-        stays = _leads(before, lower, dtype) == _leads(before + torch.from_numpy(errors_met), lower, dtype)
+        stays = _leads(before, lower, dtype) == _leads(
+            before + torch.from_numpy(errors_met), lower, dtype
+        )
         counts += (~stays).sum(0).numpy()
     low, high = np.quantile(counts, [0.025, 0.975], method="nearest")
     return float(counts.mean()), float(low), float(high)
@@ -104,7 +119,8 @@ def _leads(logits: Float[Tensor, "*step two"], lower: Tensor, dtype: torch.dtype
 
 
 def verdict_of(observed: int, interval: Sequence[float]) -> str:
-    """Says whether a count is as predicted: ``"holds"``, ``"fails"``, or ``"open"`` where too few were expected to tell.
+    """Says whether a count is as predicted: ``"holds"``, ``"fails"``, or ``"open"`` where too few
+    were expected to tell.
 
     Args:
         observed: How many flipped.

@@ -1,8 +1,10 @@
-"""Tests of paired and grouped observations, each with its effect and an interval besides the p-value.
+"""Tests of paired and grouped observations, each with its effect and an interval besides the
+p-value.
 
-Every test counts independent units: the decodes of one prompt under several seeds are rows of one unit, named by ``clusters``. If
-the data cannot answer (nothing varies, one cluster, no event), the numbers are NaN and ``why`` gives the reason; impossible
-arguments raise an InputError. The arithmetic is scipy's and statsmodels'.
+Every test counts independent units: the decodes of one prompt under several seeds are rows of one
+unit, named by ``clusters``. If the data cannot answer (nothing varies, one cluster, no event), the
+numbers are NaN and ``why`` gives the reason; impossible arguments raise an InputError. The
+arithmetic is scipy's and statsmodels'.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def by_cluster(names: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.bincount(names, values) / np.bincount(names)
 
 
-# Several tests ---------------------------------------------------------------------------------------------------------
+# Several tests ------------------------------------------------------------------------------------
 
 
 def corrected(p: Column, method: str = "holm") -> np.ndarray:
@@ -68,14 +70,17 @@ def corrected(p: Column, method: str = "holm") -> np.ndarray:
 
     Args:
         p: The p-values of one family.
-        method: ``bonferroni``, ``holm`` (the chance of any false rejection, as Bonferroni but never weaker) or ``bh`` (the
-            share of false ones among the rejections, Benjamini and Hochberg 1995).
+        method: ``bonferroni``, ``holm`` (the chance of any false rejection, as Bonferroni but never
+            weaker) or ``bh`` (the share of false ones among the rejections, Benjamini and Hochberg
+            1995).
 
     Raises:
         InputError: The method is none of these, or a p-value lies outside 0 to 1.
     """
     if method not in CORRECTIONS:
-        raise InputError(f"correction {method!r} was given: expected one of {', '.join(CORRECTIONS)}.")
+        raise InputError(
+            f"correction {method!r} was given: expected one of {', '.join(CORRECTIONS)}."
+        )
     values = np.asarray(p, dtype=np.float64)
     finite = np.isfinite(values)
     if ((values[finite] < 0) | (values[finite] > 1)).any():
@@ -87,7 +92,8 @@ def corrected(p: Column, method: str = "holm") -> np.ndarray:
 
 
 def _corrected(p: np.ndarray, method: str) -> np.ndarray:
-    # Not statsmodels' multipletests: it collects Python's garbage at every call, which takes most of a second with a model.
+    # Not statsmodels' multipletests: it collects Python's garbage at every call, which takes most
+    # of a second with a model.
     if method == "bh":
         return scipy.stats.false_discovery_control(p)
     if method == "bonferroni":
@@ -97,20 +103,22 @@ def _corrected(p: np.ndarray, method: str) -> np.ndarray:
     return np.minimum(1.0, stepped[np.argsort(order)])
 
 
-# Pairs -----------------------------------------------------------------------------------------------------------------
+# Pairs --------------------------------------------------------------------------------------------
 
 
 def mcnemar(a: Column, b: Column) -> Test:
-    """McNemar's exact test of whether both paths are right equally often; of clusters with several pairs ask :func:`sign_flips`.
+    """McNemar's exact test of whether both paths are right equally often; of clusters with several
+    pairs ask :func:`sign_flips`.
 
     Args:
         a: Whether path a was right, pair by pair; pairs are independent.
         b: Whether path b was right.
 
     Returns:
-        statistic: the pairs of the rarer disagreement. effect: the share right on ``a`` minus that on ``b``. Its interval is
-        Clopper and Pearson's for the disagreements, given their number, so that it excludes 0 exactly if p is below 0.05.
-        Without a disagreement its ends are the upper bound of the share of disagreements.
+        statistic: the pairs of the rarer disagreement. effect: the share right on ``a`` minus that
+        on ``b``. Its interval is Clopper and Pearson's for the disagreements, given their number,
+        so that it excludes 0 exactly if p is below 0.05. Without a disagreement its ends are the
+        upper bound of the share of disagreements.
     """
     _, right_a, right_b = columns(None, ("a", "b"), a=a, b=b)
     n = len(right_a)
@@ -127,17 +135,22 @@ def mcnemar(a: Column, b: Column) -> Test:
     return Test(*head, min(only_a, only_b), test.pvalue, (only_a - only_b) / n, low, high)
 
 
-def sign_flips(differences: Column, clusters: Column | None = None, seed: int = 0, resamples: int = 4999) -> Test:
-    """The randomisation test that exchanges the two paths, cluster by cluster; valid for any number of rows a cluster.
+def sign_flips(
+    differences: Column, clusters: Column | None = None, seed: int = 0, resamples: int = 4999
+) -> Test:
+    """The randomisation test that exchanges the two paths, cluster by cluster; valid for any number
+    of rows a cluster.
 
     Args:
         differences: Path a minus path b, row by row.
-        clusters: The cluster of each row; its rows are exchanged together, and each cluster counts once.
+        clusters: The cluster of each row; its rows are exchanged together, and each cluster counts
+            once.
         seed: Seeds the exchanges. If there are at most ``resamples`` exchanges, all are made.
         resamples: The number of random exchanges.
 
     Returns:
-        statistic and effect: the mean of the clusters' mean differences; its interval is that of :func:`mean_of`.
+        statistic and effect: the mean of the clusters' mean differences; its interval is that of
+            :func:`mean_of`.
     """
     names, values = columns(clusters, differences=differences)
     means = by_cluster(names, values)
@@ -152,17 +165,21 @@ def sign_flips(differences: Column, clusters: Column | None = None, seed: int = 
         permutation_type="samples",
         vectorized=True,
         n_resamples=resamples,
-        random_state=np.random.default_rng(seed),  # Called rng from scipy 1.15 on, which takes both.
+        random_state=np.random.default_rng(
+            seed
+        ),  # Called rng from scipy 1.15 on, which takes both.
     )
     ends = mean_of(means)
     return Test(*head, effect, test.pvalue, effect, ends.low, ends.high)
 
 
 def mean_of(values: Column, clusters: Column | None = None) -> Test:
-    """Tests whether a mean is 0, each cluster counting once by its own mean, with the wider of Student's and Hall's intervals.
+    """Tests whether a mean is 0, each cluster counting once by its own mean, with the wider of
+    Student's and Hall's intervals.
 
-    Student's interval of a skewed score is too short on one side. Hall's corrects it for the skewness of the sample, and is too
-    short if the sample shows none. So each end is the wider of the two, and p the larger.
+    Student's interval of a skewed score is too short on one side. Hall's corrects it for the
+    skewness of the sample, and is too short if the sample shows none. So each end is the wider of
+    the two, and p the larger.
 
     Args:
         values: One number a row.
@@ -186,12 +203,18 @@ def mean_of(values: Column, clusters: Column | None = None) -> Test:
     test: Any = scipy.stats.ttest_1samp(means, 0.0)
     p, low, high = test.pvalue, np.nan, np.nan
     if n >= FEWEST:
-        mean, deviation, skew = means.mean(), means.std(ddof=1), float(scipy.stats.skew(means, bias=False))
+        mean, deviation, skew = (
+            means.mean(),
+            means.std(ddof=1),
+            float(scipy.stats.skew(means, bias=False)),
+        )
         student_t = scipy.stats.t(n - 1)
         t = _unskewed(mean / deviation, skew, n) * np.sqrt(n)
         p = max(p, 2 * student_t.sf(abs(t)))
         ends = student_t.ppf([(1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2]) / np.sqrt(n)
-        student, hall = (mean - deviation * quantiles for quantiles in (ends, _skewed(ends, skew, n)))
+        student, hall = (
+            mean - deviation * quantiles for quantiles in (ends, _skewed(ends, skew, n))
+        )
         low, high = min(student[0], hall[0]), max(student[1], hall[1])
     return Test(*head, test.statistic, p, means.mean(), low, high)
 
@@ -208,7 +231,7 @@ def _skewed(value: np.ndarray, skew: float, n: int) -> np.ndarray:
     return (np.cbrt(1 + skew * (value - skew / (6 * n))) - 1) * 3 / skew
 
 
-# Two groups ------------------------------------------------------------------------------------------------------------
+# Two groups ---------------------------------------------------------------------------------------
 
 
 def welch(x: Column, y: Column) -> Test:
@@ -228,13 +251,14 @@ def welch(x: Column, y: Column) -> Test:
     return Test(*head, test.statistic, test.pvalue, xs.mean() - ys.mean(), ends.low, ends.high)
 
 
-# Shares ----------------------------------------------------------------------------------------------------------------
+# Shares -------------------------------------------------------------------------------------------
 
 
 def share_of(events: Column) -> Test:
     """The share of events, with Clopper and Pearson's interval, for independent observations.
 
-    kvinterp uses this interval for every share: for 0 of 4 it reaches to 60.2%, for 0 of n to about 3.7/n.
+    kvinterp uses this interval for every share: for 0 of 4 it reaches to 60.2%, for 0 of n to about
+    3.7/n.
 
     Returns:
         statistic: the number of events. p: NaN, since nothing is tested.
@@ -250,10 +274,12 @@ def share_of(events: Column) -> Test:
 
 
 def rate_of(events: Column, clusters: Column, trials: Column | None = None) -> Test:
-    """The rate of events with Korn and Graubard's interval, for rows that are correlated in clusters, as steps of a prompt are.
+    """The rate of events with Korn and Graubard's interval, for rows that are correlated in
+    clusters, as steps of a prompt are.
 
-    It is Clopper and Pearson's interval for the effective number of independent trials. (With events in one cluster only, the
-    interval of resampled clusters covers the truth in half of all studies.)
+    It is Clopper and Pearson's interval for the effective number of independent trials. (With
+    events in one cluster only, the interval of resampled clusters covers the truth in half of all
+    studies.)
 
     Args:
         events: The number of events, row by row.
@@ -264,8 +290,9 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None) -> T
         InputError: A row has no cluster, or more events than trials.
 
     Returns:
-        effect: events by trial. statistic: the effective number of trials. n: clusters; both ends NaN for fewer than
-        :data:`kvinterp.metrics.FEWEST`. If no trial, or every trial, has an event, each cluster counts as one trial.
+        effect: events by trial. statistic: the effective number of trials. n: clusters; both ends
+        NaN for fewer than :data:`kvinterp.metrics.FEWEST`. If no trial, or every trial, has an
+        event, each cluster counts as one trial.
 
     Source: Korn and Graubard 1998, Survey Methodology 24(2).
     """
@@ -284,10 +311,18 @@ def rate_of(events: Column, clusters: Column, trials: Column | None = None) -> T
     share = happened.sum() / total
     if n < FEWEST:
         return Test(*head, effect=share, why=f"there are fewer than {FEWEST} clusters")
-    variance, tail = n / (n - 1) * ((happened - share * tried) ** 2).sum() / total**2, (1 - CONFIDENCE) / 2
+    variance, tail = (
+        n / (n - 1) * ((happened - share * tried) ** 2).sum() / total**2,
+        (1 - CONFIDENCE) / 2,
+    )
     worth = n
     if variance > 0:
-        worth = share * (1 - share) / variance * (scipy.stats.t.ppf(tail, total - 1) / scipy.stats.t.ppf(tail, n - 1)) ** 2
+        worth = (
+            share
+            * (1 - share)
+            / variance
+            * (scipy.stats.t.ppf(tail, total - 1) / scipy.stats.t.ppf(tail, n - 1)) ** 2
+        )
         worth = min(worth, total)
     x = share * worth
     low = scipy.stats.beta.ppf(tail, x, worth - x + 1) if x > 0 else 0.0

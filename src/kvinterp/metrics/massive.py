@@ -1,8 +1,10 @@
-"""Distances of two residual streams without their largest dimensions, which in many models hold massive activations.
+"""Distances of two residual streams without their largest dimensions, which in many models hold
+massive activations.
 
-A few dimensions of the residual stream are hundreds of times larger than the others at some positions (arXiv 2402.17762:
-1415 and 2533 of LLaMA-2-7B, at the first token and the first full stop, from an early layer on). An absolute distance over
-all dimensions then says how those few differ, and jumps at the layer where they appear, whatever the other thousands do.
+A few dimensions of the residual stream are hundreds of times larger than the others at some
+positions (arXiv 2402.17762: 1415 and 2533 of LLaMA-2-7B, at the first token and the first full
+stop, from an early layer on). An absolute distance over all dimensions then says how those few
+differ, and jumps at the layer where they appear, whatever the other thousands do.
 """
 
 from __future__ import annotations
@@ -21,18 +23,20 @@ SUFFIX = f"_without_top{COUNT}"
 
 
 def residual_drift_without_largest(a: Residual, b: Residual) -> dict[str, Measure]:
-    """Computes :func:`kvinterp.metrics.drift.residual_drift` over all dimensions except the three where b is largest.
+    """Computes :func:`kvinterp.metrics.drift.residual_drift` over all dimensions except the three
+    where b is largest.
 
-    At each position b alone, the reference (in a comparison of paths: the recompute path), decides which dimensions are left
-    out, so that no difference between the two decides it; of equal magnitudes the first is left out.
+    At each position b alone, the reference (in a comparison of paths: the recompute path), decides
+    which dimensions are left out, so that no difference between the two decides it; of equal
+    magnitudes the first is left out.
 
     Args:
         a: One path's residual stream.
         b: The other path's.
 
     Returns:
-        The measures with :data:`SUFFIX` behind their names. NaN where an input is not finite, also where that would be
-        left out, and where no dimension is left.
+        The measures with :data:`SUFFIX` behind their names. NaN where an input is not finite, also
+        where that would be left out, and where no dimension is left.
 
     Raises:
         InputError: The shapes differ, or the last dimension is empty.
@@ -44,14 +48,22 @@ def residual_drift_without_largest(a: Residual, b: Residual) -> dict[str, Measur
         left_out.scatter_(-1, size.masked_fill(left_out, -1.0).argmax(-1, keepdim=True), True)
     unknown = ~(a.isfinite().all(-1) & b.isfinite().all(-1) & ~left_out.all(-1))
     drift = residual_drift(a.detach().masked_fill(left_out, 0), b.detach().masked_fill(left_out, 0))
-    return {f"{name}{SUFFIX}": measure.masked_fill(unknown, torch.nan) for name, measure in drift.items()}
+    return {
+        f"{name}{SUFFIX}": measure.masked_fill(unknown, torch.nan)
+        for name, measure in drift.items()
+    }
 
 
 METRICS = parted(
     "residual",
     residual_drift_without_largest,
     *(
-        (f"{m.name}{SUFFIX}", m.zero, m.nonnegative, f"{m.name} without the three largest dimensions of ``b``.")
+        (
+            f"{m.name}{SUFFIX}",
+            m.zero,
+            m.nonnegative,
+            f"{m.name} without the three largest dimensions of ``b``.",
+        )
         for m in WHOLE
     ),
 )

@@ -29,8 +29,9 @@ def recovery(d_before: Float[Tensor, "*batch"], d_after: Float[Tensor, "*batch"]
         d_after: The same with the patch.
 
     Returns:
-        A fraction: 1 if the patch removed everything, 0 if it changed nothing, negative if it made the paths differ more.
-        NaN if there was nothing to remove (``d_before`` is 0); :func:`why_undefined` says why and what to do instead.
+        A fraction: 1 if the patch removed everything, 0 if it changed nothing, negative if it made
+        the paths differ more. NaN if there was nothing to remove (``d_before`` is 0);
+        :func:`why_undefined` says why and what to do instead.
 
     Source: arXiv 2604.15409, eq. (4), there in percent.
     """

@@ -1,6 +1,8 @@
-"""Finds the metrics of every file in this folder, so that a new one is one new file with its ``METRICS``.
+"""Finds the metrics of every file in this folder, so that a new one is one new file with its
+``METRICS``.
 
-A metric that is found here has its column in the tables of a comparison, its row in ``kvinterp list metrics`` and its tests.
+A metric that is found here has its column in the tables of a comparison, its row in
+``kvinterp list metrics`` and its tests.
 """
 
 from __future__ import annotations
@@ -18,18 +20,23 @@ def _discover() -> dict[str, Metric]:
     for module in modules_of(folder):
         for metric in getattr(module, "METRICS", ()):
             if metric.name in metrics:
-                raise RuntimeError(f"two metrics are called {metric.name!r}; the second is in {module.__name__}.")
+                raise RuntimeError(
+                    f"two metrics are called {metric.name!r}; the second is in {module.__name__}."
+                )
             metrics[metric.name] = metric
     return metrics
 
 
 REGISTRY = _discover()
-OF_KIND: dict[Kind, tuple[Metric, ...]] = {kind: tuple(m for m in REGISTRY.values() if m.kind == kind) for kind in KINDS}
+OF_KIND: dict[Kind, tuple[Metric, ...]] = {
+    kind: tuple(m for m in REGISTRY.values() if m.kind == kind) for kind in KINDS
+}
 """The metrics of each kind, in the order of their columns."""
 
 
 def measured(kind: Kind, a: Tensor, b: Tensor) -> dict[str, Measure | Flag]:
-    """Computes every metric of two tensors of a kind, by column; work that metrics share is done once.
+    """Computes every metric of two tensors of a kind, by column; work that metrics share is done
+    once.
 
     Args:
         kind: The kind of the tensors.
@@ -39,5 +46,9 @@ def measured(kind: Kind, a: Tensor, b: Tensor) -> dict[str, Measure | Flag]:
     values: dict[str, Measure | Flag] = {}
     for metric in OF_KIND[kind]:
         if metric.column not in values:
-            values |= {metric.column: metric.function(a, b)} if metric.together is None else metric.together(a, b)
+            values |= (
+                {metric.column: metric.function(a, b)}
+                if metric.together is None
+                else metric.together(a, b)
+            )
     return values

@@ -1,9 +1,11 @@
-"""The statistics of trainer and rollout log-probs that reinforcement learning libraries print, under their names.
+"""The statistics of trainer and rollout log-probs that reinforcement learning libraries print,
+under their names.
 
-``r = trainer - rollout`` of the same token, ``rho = exp r``. ``k1`` (verl's ``rollout_corr/kl``, OpenRLHF's ``vllm_kl``) and
-``k3`` (``rollout_corr/k3_kl``, prime-rl's ``mismatch_kl``) estimate KL(rollout || trainer) only where the tokens were sampled
-from the rollout without truncation; on a fixed text they are statistics of the difference. Sources: verl
-trainer/ppo/rollout_corr_helper.py and utils/debug/metrics.py, NeMo-RL loss_functions.py, TRL grpo_trainer.py.
+``r = trainer - rollout`` of the same token, ``rho = exp r``. ``k1`` (verl's ``rollout_corr/kl``,
+OpenRLHF's ``vllm_kl``) and ``k3`` (``rollout_corr/k3_kl``, prime-rl's ``mismatch_kl``) estimate
+KL(rollout || trainer) only where the tokens were sampled from the rollout without truncation; on a
+fixed text they are statistics of the difference. Sources: verl trainer/ppo/rollout_corr_helper.py
+and utils/debug/metrics.py, NeMo-RL loss_functions.py, TRL grpo_trainer.py.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ CAP = 2.0
 CLIP = 0.2
 """The default of TRL's ``epsilon``, verl's ``clip_ratio`` and slime's ``eps_clip``."""
 SEQUENCE_CLIP = (3e-4, 4e-4)
-"""The clip of a sequence's mean ratio, below and above 1, with which GSPO was run (arXiv 2507.18071)."""
+"""The clip of a sequence's mean ratio, below and above 1, with which GSPO was run (arXiv
+2507.18071).
+"""
 SEQUENCE_CAP = 3.0
 """TRL's default ``vllm_importance_sampling_cap``, above which it masks a sequence."""
 INTERVALS = ("k1", "k3", "ratio_clipfrac", "tis_clipfrac", "gspo_clipfrac", "token_mult_prob_error")
@@ -27,7 +31,9 @@ FEWEST = 6
 """The fewest sequences that are resampled."""
 
 
-def rollout_statistics(trainer: np.ndarray, rollout: np.ndarray, sequence: np.ndarray) -> dict[str, float]:
+def rollout_statistics(
+    trainer: np.ndarray, rollout: np.ndarray, sequence: np.ndarray
+) -> dict[str, float]:
     """Computes the statistics over tokens that both sides gave.
 
     Args:
@@ -72,7 +78,9 @@ def rollout_statistics(trainer: np.ndarray, rollout: np.ndarray, sequence: np.nd
         "sequence_masked": (ratios > SEQUENCE_CAP).mean(),
         "rollout_probs_diff_mean": apart.mean(),
         "rollout_probs_diff_max": apart.max(),
-        "rollout_actor_probs_pearson_corr": np.corrcoef(seconds, firsts)[0, 1] if spread > 0 else 1.0,
+        "rollout_actor_probs_pearson_corr": np.corrcoef(seconds, firsts)[0, 1]
+        if spread > 0
+        else 1.0,
         "token_mult_prob_error": np.exp(absolute.clip(max=CLAMP)).mean(),
         "sampling_logp_difference_mean": absolute.mean(),
         "sampling_logp_difference_max": absolute.max(),
@@ -84,9 +92,14 @@ def rollout_statistics(trainer: np.ndarray, rollout: np.ndarray, sequence: np.nd
 
 
 def rollout_intervals(
-    trainer: np.ndarray, rollout: np.ndarray, sequence: np.ndarray, chance: float = 1e-3, seed: int = 0
+    trainer: np.ndarray,
+    rollout: np.ndarray,
+    sequence: np.ndarray,
+    chance: float = 1e-3,
+    seed: int = 0,
 ) -> dict[str, tuple[float, float]]:
-    """Intervals of :data:`INTERVALS`, by resampling whole sequences; NaN of fewer than :data:`FEWEST`.
+    """Intervals of :data:`INTERVALS`, by resampling whole sequences; NaN of fewer than
+    :data:`FEWEST`.
 
     Args:
         trainer: As for :func:`rollout_statistics`.

@@ -1,4 +1,6 @@
-"""Statistics over many steps: these functions bring their input to the host and return Python numbers."""
+"""Statistics over many steps: these functions bring their input to the host and return Python
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ Column: TypeAlias = Sequence[Any] | np.ndarray | pd.Series | pd.Index | Tensor
 CONFIDENCE = 0.95
 """The share of intervals that should hold the true value."""
 FEWEST = 6
-"""The fewest independent observations with an interval: five all lie on one side of their median in 6% of samples."""
+"""The fewest independent observations with an interval: five all lie on one side of their median in
+6% of samples.
+"""
 FEWEST_RESAMPLED = 12
 """The fewest clusters for which a resampled interval covers the truth as often as it claims."""
 
 
-def columns(clusters: Column | None, flags: Sequence[str] = (), **variables: Column) -> tuple[np.ndarray, ...]:
+def columns(
+    clusters: Column | None, flags: Sequence[str] = (), **variables: Column
+) -> tuple[np.ndarray, ...]:
     """Checks columns and returns the numbers of the clusters and then each column as an array.
 
     Args:
@@ -37,11 +43,17 @@ def columns(clusters: Column | None, flags: Sequence[str] = (), **variables: Col
         NonFiniteError: A number is NaN or infinite.
     """
     arrays = {
-        name: np.asarray(values.double().cpu() if isinstance(values, Tensor) else values, dtype=np.float64)
+        name: np.asarray(
+            values.double().cpu() if isinstance(values, Tensor) else values, dtype=np.float64
+        )
         for name, values in variables.items()
     }
     lengths = {name: len(array) for name, array in arrays.items()}
-    names = np.arange(max(lengths.values())) if clusters is None else pd.factorize(np.asarray(clusters))[0]
+    names = (
+        np.arange(max(lengths.values()))
+        if clusters is None
+        else pd.factorize(np.asarray(clusters))[0]
+    )
     lengths["clusters"] = len(names)
     if len(set(lengths.values())) > 1:
         sizes = ", ".join(f"{size} {name}" for name, size in lengths.items())
@@ -55,7 +67,9 @@ def columns(clusters: Column | None, flags: Sequence[str] = (), **variables: Col
             )
         if name in flags:
             if not np.isin(array, (0, 1)).all():
-                raise InputError(f"{name} holds other values than true and false: give one flag for every observation.")
+                raise InputError(
+                    f"{name} holds other values than true and false: give one flag for every observation."
+                )
             arrays[name] = array.astype(bool)
     return names, *arrays.values()
 
@@ -75,12 +89,14 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def kl_statistics(kl: Column, same_top: Column, top_probability_difference: Column) -> dict[str, float]:
+def kl_statistics(
+    kl: Column, same_top: Column, top_probability_difference: Column
+) -> dict[str, float]:
     """The summary that llama-perplexity prints under ``--kl-divergence``, without its perplexities.
 
-    Differences from ``tools/perplexity/perplexity.cpp`` of llama.cpp: shares and probability differences are fractions
-    and not percent, and Δp is of the first path's greedy token and not of the text's next one (see
-    :func:`kvinterp.metrics.compare_logits`).
+    Differences from ``tools/perplexity/perplexity.cpp`` of llama.cpp: shares and probability
+    differences are fractions and not percent, and Δp is of the first path's greedy token and not of
+    the text's next one (see :func:`kvinterp.metrics.compare_logits`).
 
     Args:
         kl: KL divergence in nats at each step.
@@ -88,9 +104,9 @@ def kl_statistics(kl: Column, same_top: Column, top_probability_difference: Colu
         top_probability_difference: Δp at each step.
 
     Returns:
-        ``mean``, ``median``, ``p90``, ``p95``, ``p99``, ``p99.9`` and ``maximum`` of the KL in nats, percentiles
-        interpolated linearly as numpy and llama.cpp do; ``same_top``, the share of agreeing steps; and ``rms_dp``, the
-        root mean square of Δp.
+        ``mean``, ``median``, ``p90``, ``p95``, ``p99``, ``p99.9`` and ``maximum`` of the KL in
+        nats, percentiles interpolated linearly as numpy and llama.cpp do; ``same_top``, the share
+        of agreeing steps; and ``rms_dp``, the root mean square of Δp.
 
     Raises:
         InputError: There are no steps, or the inputs differ in length.
@@ -114,8 +130,11 @@ def kl_statistics(kl: Column, same_top: Column, top_probability_difference: Colu
     }
 
 
-def mean_error(frame: pd.DataFrame, keys: Sequence[str], value: str = "relative_error") -> pd.Series:
-    """The mean of a column: over all vectors behind the rows of kv_steps or kv_positions, over the rows of another table.
+def mean_error(
+    frame: pd.DataFrame, keys: Sequence[str], value: str = "relative_error"
+) -> pd.Series:
+    """The mean of a column: over all vectors behind the rows of kv_steps or kv_positions, over the
+    rows of another table.
 
     Args:
         frame: A table of a comparison, or some rows of one.
@@ -154,13 +173,15 @@ class Typical(NamedTuple):
 def typical(values: Any, clusters: Any = None) -> Typical:
     """Returns the median of numbers with an interval that is valid for any distribution.
 
-    KL, drift and relative errors spread over orders of magnitude, so one prompt may dominate a mean; recoveries are almost all
-    alike. In such cases no interval of a mean has the coverage it claims (``benchmarks/calibration.py``). The interval of a
-    median lies between two of the numbers, is the same on every scale, and needs no assumption; zeros need no special case.
+    KL, drift and relative errors spread over orders of magnitude, so one prompt may dominate a
+    mean; recoveries are almost all alike. In such cases no interval of a mean has the coverage it
+    claims (``benchmarks/calibration.py``). The interval of a median lies between two of the
+    numbers, is the same on every scale, and needs no assumption; zeros need no special case.
 
     Args:
         values: The numbers; NaN is left out.
-        clusters: The cluster of each number; each cluster counts once, by its mean. By default each number is its own.
+        clusters: The cluster of each number; each cluster counts once, by its mean. By default each
+            number is its own.
 
     Returns:
         The typical values; both ends of the median's interval NaN for fewer than :data:`FEWEST`.
@@ -173,7 +194,14 @@ def typical(values: Any, clusters: Any = None) -> Typical:
         return Typical(np.nan, np.nan, np.nan, np.nan, 0, 0)
     ends: Any = scipy.stats.quantile_test(finite).confidence_interval(CONFIDENCE)
     middle = float(np.median(finite))
-    return Typical(float(finite.mean()), middle, float(ends.low), float(ends.high), int((finite == 0).sum()), len(finite))
+    return Typical(
+        float(finite.mean()),
+        middle,
+        float(ends.low),
+        float(ends.high),
+        int((finite == 0).sum()),
+        len(finite),
+    )
 
 
 def clustered_interval(
@@ -185,10 +213,10 @@ def clustered_interval(
 ) -> Interval:
     """Computes the bootstrap interval of a statistic of clustered observations.
 
-    The steps of one prompt, or its decodes under several seeds, are not independent, so whole clusters are drawn. A percentile
-    interval of few clusters is too short; its percentiles are moved outwards to match Student's quantiles and the divisor n - 1
-    (the expanded percentile interval of Hesterberg 2015,
-    doi:10.1080/00031305.2015.1089789).
+    The steps of one prompt, or its decodes under several seeds, are not independent, so whole
+    clusters are drawn. A percentile interval of few clusters is too short; its percentiles are
+    moved outwards to match Student's quantiles and the divisor n - 1 (the expanded percentile
+    interval of Hesterberg 2015, doi:10.1080/00031305.2015.1089789).
 
     Args:
         statistic: Returns a number of the columns of a resample, or NaN.
@@ -198,17 +226,21 @@ def clustered_interval(
         resamples: How often to resample.
 
     Returns:
-        The interval over the resamples in which the statistic is a number; both ends NaN for fewer than
-        :data:`FEWEST_RESAMPLED` clusters, or where it never is.
+        The interval over the resamples in which the statistic is a number; both ends NaN for fewer
+        than :data:`FEWEST_RESAMPLED` clusters, or where it never is.
 
     Raises:
         InputError: There are no resamples, or the lengths differ.
     """
     if resamples < 1:
-        raise InputError(f"{resamples} resamples cannot give an interval: give at least 1, better 1000.")
+        raise InputError(
+            f"{resamples} resamples cannot give an interval: give at least 1, better 1000."
+        )
     if any(len(column) != len(clusters) for column in columns):
         lengths = ", ".join(str(len(column)) for column in columns)
-        raise InputError(f"got {len(clusters)} cluster names and columns of {lengths}: give one name for every number.")
+        raise InputError(
+            f"got {len(clusters)} cluster names and columns of {lengths}: give one name for every number."
+        )
     members = [np.flatnonzero(clusters == name) for name in np.unique(clusters)]
     n = len(members)
     if n < FEWEST_RESAMPLED:
@@ -222,5 +254,7 @@ def clustered_interval(
     finite = values[np.isfinite(values)]
     if not len(finite):
         return Interval(np.nan, np.nan)
-    tail = scipy.stats.norm.cdf(scipy.stats.t.ppf((1 - CONFIDENCE) / 2, n - 1) * np.sqrt(n / (n - 1)))
+    tail = scipy.stats.norm.cdf(
+        scipy.stats.t.ppf((1 - CONFIDENCE) / 2, n - 1) * np.sqrt(n / (n - 1))
+    )
     return Interval(*np.quantile(finite, (tail, 1 - tail)).tolist())

@@ -1,6 +1,7 @@
 """WHAT runs: models of three kinds behind one adapter, and the zoo of small trained ones.
 
-Names are imported when they are first used, so that a model can be looked for before torch is imported.
+Names are imported when they are first used, so that a model can be looked for before torch is
+imported.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ if TYPE_CHECKING:
     from kvinterp.models.load import KINDS, load_model, wrap
     from kvinterp.models.sites import SITES, expand_sites
 
-__all__ = ["KINDS", "SITES", "Adapter", "ModelInfo", "Tap", "dtype_named", "expand_sites", "load_model", "wrap"]
+__all__ = [
+    "KINDS",
+    "SITES",
+    "Adapter",
+    "ModelInfo",
+    "Tap",
+    "dtype_named",
+    "expand_sites",
+    "load_model",
+    "wrap",
+]
 
 _HOMES = {
     "adapter": ("Adapter", "ModelInfo", "Tap", "dtype_named"),

@@ -1,9 +1,11 @@
-"""The interface that every kind of model has, so that nothing outside ``models/`` asks which kind it is.
+"""The interface that every kind of model has, so that nothing outside ``models/`` asks which kind
+it is.
 
-An adapter runs tokens through a model with or without a cache, names the sites that the model has, hooks a site at a layer,
-and knows the model's facts. The loops in ``paths/`` pass it a :class:`KVStore`, which keeps keys and values either in the
-model's own cache or in memory of kvinterp's. In the second case the adapter shows the store to the model as a cache of the
-class that the model expects.
+An adapter runs tokens through a model with or without a cache, names the sites that the model has,
+hooks a site at a layer, and knows the model's facts. The loops in ``paths/`` pass it a
+:class:`KVStore`, which keeps keys and values either in the model's own cache or in memory of
+kvinterp's. In the second case the adapter shows the store to the model as a cache of the class that
+the model expects.
 """
 
 from __future__ import annotations
@@ -24,7 +26,14 @@ from kvinterp.common.words import dtype_word
 from kvinterp.data.chat import prompt_ids
 from kvinterp.data.example import Prompt
 from kvinterp.data.tokenizing import ids_of
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, out_of_memory, reason, shown
+from kvinterp.errors import (
+    InputError,
+    KvinterpError,
+    UnsupportedError,
+    out_of_memory,
+    reason,
+    shown,
+)
 from kvinterp.models.attaching import Attaching, check_uncompiled
 from kvinterp.models.caches import CacheKind, KVStore, OwnCache
 from kvinterp.models.facts import ModelInfo
@@ -40,14 +49,19 @@ DTYPES = {
 }
 
 CacheRead = Callable[[int, int, Tensor, Tensor], "tuple[Tensor, Tensor] | None"]
-"""A function of layer, absolute position of the first key, keys and values; it returns new keys and values, or None."""
+"""A function of layer, absolute position of the first key, keys and values; it returns new keys and
+values, or None.
+"""
 
 KeysValuesRead = Callable[[int, Tensor, Tensor], "tuple[Tensor, Tensor]"]
-"""A function of layer, keys and values that returns the keys and values that attention reads in their place."""
+"""A function of layer, keys and values that returns the keys and values that attention reads in
+their place.
+"""
 
 
 class NotingStore:
-    """A store that stays empty and notes a copy of the keys and values that each layer passes to it.
+    """A store that stays empty and notes a copy of the keys and values that each layer passes to
+    it.
 
     Args:
         adapter: The model.
@@ -62,7 +76,9 @@ class NotingStore:
 
     def __init__(self, adapter: Adapter) -> None:
         facts = adapter.facts
-        self._empty = torch.empty(1, facts.kv_heads, 0, facts.head_dim, dtype=adapter.dtype, device=adapter.device)
+        self._empty = torch.empty(
+            1, facts.kv_heads, 0, facts.head_dim, dtype=adapter.dtype, device=adapter.device
+        )
         self.noted: list[tuple[int, Tensor, Tensor]] = []
 
     def length(self, layer: int) -> int:
@@ -73,7 +89,9 @@ class NotingStore:
         """Returns keys and values of no position."""
         return self._empty, self._empty
 
-    def update(self, layer: int, keys: Tensor, values: Tensor, window: int | None = None) -> tuple[Tensor, Tensor]:
+    def update(
+        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Notes a copy of the new keys and values, and returns them for attention to read."""
         copies = [tensor.detach().to(self._empty.device, copy=True) for tensor in (keys, values)]
         self.noted.append((layer, copies[0], copies[1]))
@@ -94,22 +112,30 @@ def dtype_named(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 _TOKENIZERS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""The tokenizer with which each model was last loaded or wrapped, so that ``adapter.model`` alone finds it again. The entry goes
-with the model, which is not changed."""
+"""The tokenizer with which each model was last loaded or wrapped, so that ``adapter.model`` alone
+finds it again. The entry goes with the model, which is not changed."""
 
 
 class Adapter(Attaching):
-    """A model with its tokenizer and its facts, in the form that the rest of kvinterp works with."""
+    """A model with its tokenizer and its facts, in the form that the rest of kvinterp works
+    with.
+    """
 
     kind: str
     stored: str = ""
-    """For a GGUF file: the types in which it stores the weights. Empty where the weights are computed with as they are stored."""
+    """For a GGUF file: the types in which it stores the weights. Empty where the weights are
+    computed with as they are stored.
+    """
     position_major_cache: bool = False
     """Whether this model's own cache keeps the heads of a position side by side in memory."""
     plain: bool = False
-    """Whether the model runs as users of its library run it, so that it accepts their masks, positions and caches."""
+    """Whether the model runs as users of its library run it, so that it accepts their masks,
+    positions and caches.
+    """
     takes: frozenset[str] = frozenset()
-    """The arguments that the model's own forward accepts by name, as far as they matter here (mask and positions)."""
+    """The arguments that the model's own forward accepts by name, as far as they matter here (mask
+    and positions).
+    """
     cache_name: str = ""
     """The name of the argument by which the model's own forward takes its cache."""
     rows_asked: bool
@@ -130,27 +156,35 @@ class Adapter(Attaching):
         self.checked: dict[tuple[Any, ...], Any] = {}
         self.rows_asked = False
 
-    # What each kind defines ----------------------------------------------------------------------------------------
+    # What each kind defines -----------------------------------------------------------------------
 
     @abc.abstractmethod
-    def logits(self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+    def logits(
+        self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
         """Computes what :meth:`forward` returns, with the store shown to the model as its cache."""
 
     @abc.abstractmethod
     def call_with_cache(
         self, tokens: Tensor, cache: Any, mask: Tensor | None, positions: Tensor | None
     ) -> tuple[Tensor, Any]:
-        """Runs the model's own forward with a cache, as its users do; returns the logits and the cache (None if it returns none).
+        """Runs the model's own forward with a cache, as its users do; returns the logits and the
+        cache (None if it returns none).
 
         Args:
             tokens: ``[batch, new]``.
-            cache: What the previous call returned, a cache object of the library, or None for a new one of the model's own.
-            mask, positions: As for :meth:`forward`; those that are not among :attr:`takes` are ignored.
+            cache: What the previous call returned, a cache object of the library, or None for a new
+                one of the model's own.
+            mask, positions: As for :meth:`forward`; those that are not among :attr:`takes` are
+                ignored.
         """
 
     @abc.abstractmethod
-    def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> OwnCache | None:
-        """Makes a new, empty cache as this model's library does; returns None where the model's forward makes its own.
+    def own_cache(
+        self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype
+    ) -> OwnCache | None:
+        """Makes a new, empty cache as this model's library does; returns None where the model's
+        forward makes its own.
 
         Args:
             kind: Which cache.
@@ -168,11 +202,15 @@ class Adapter(Attaching):
 
     @abc.abstractmethod
     def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Finds the cache among the arguments of a block, in a forward that the user runs; None where there is none."""
+        """Finds the cache among the arguments of a block, in a forward that the user runs; None
+        where there is none.
+        """
 
     @abc.abstractmethod
     def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
-        """Reads a cache site from the cache of a block that has just run; None where the cache does not hold the site."""
+        """Reads a cache site from the cache of a block that has just run; None where the cache does
+        not hold the site.
+        """
 
     @abc.abstractmethod
     def cached_length(self, cache: Any) -> int:
@@ -180,19 +218,23 @@ class Adapter(Attaching):
 
     @abc.abstractmethod
     def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
-        """Lets ``on_read`` replace what a block's attention reads from the user's own cache; returns a function that undoes it.
+        """Lets ``on_read`` replace what a block's attention reads from the user's own cache;
+        returns a function that undoes it.
 
         Raises:
             InputError: The block receives no cache.
         """
 
     def call_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Finds the cache among the arguments of the model's own call, as :meth:`block_cache` will see it at the first block."""
+        """Finds the cache among the arguments of the model's own call, as :meth:`block_cache` will
+        see it at the first block.
+        """
         return self.block_cache(args, kwargs)
 
     @abc.abstractmethod
     def generate(self, tokens: Tensor, mask: Tensor, options: Mapping[str, Any]) -> Tensor:
-        """Runs the ``generate()`` of the model's own library, greedily unless the options say otherwise.
+        """Runs the ``generate()`` of the model's own library, greedily unless the options say
+        otherwise.
 
         Args:
             tokens: The prompts, ``[batch, column]``, padded at the left.
@@ -208,7 +250,9 @@ class Adapter(Attaching):
 
     @property
     def attention_only(self) -> bool:
-        """Whether every layer keeps plain keys and values, so that a store can also take part in a pass without a cache."""
+        """Whether every layer keeps plain keys and values, so that a store can also take part in a
+        pass without a cache.
+        """
         return True
 
     @property
@@ -221,7 +265,7 @@ class Adapter(Attaching):
         """Whether the library's ``generate()`` can run the model with a cache of a fixed size."""
         return False
 
-    # What all kinds share ------------------------------------------------------------------------------------------
+    # What all kinds share -------------------------------------------------------------------------
 
     def forward(
         self,
@@ -230,13 +274,16 @@ class Adapter(Attaching):
         mask: Int[Tensor, "batch position"] | None = None,
         positions: Int[Tensor, "batch new"] | None = None,
     ) -> Float[Tensor, "batch new vocabulary"]:
-        """Computes the logits of every new token; with a store, attention also reads the keys and values in the store.
+        """Computes the logits of every new token; with a store, attention also reads the keys and
+        values in the store.
 
         Args:
             tokens: The new tokens.
             store: The keys and values of the tokens that were fed before.
-            mask: For all positions so far, 0 where there is no token; only where the model takes a mask.
-            positions: The position numbers of the new tokens, which do not count masked positions; given with a mask.
+            mask: For all positions so far, 0 where there is no token; only where the model takes a
+                mask.
+            positions: The position numbers of the new tokens, which do not count masked positions;
+                given with a mask.
         """
         if store is not None and not store.keeps and self.shows_attention:
             with self.replacing_keys_values(store.update):
@@ -258,9 +305,11 @@ class Adapter(Attaching):
         return next(self.model.parameters()).device
 
     def at(self, dtype: torch.dtype | None) -> Adapter:
-        """Returns a copy of this model that computes in ``dtype``, or this model itself where that is its dtype.
+        """Returns a copy of this model that computes in ``dtype``, or this model itself where that
+        is its dtype.
 
-        A copy has none of kvinterp's own hooks. Inside :meth:`one_call` it is made once, outside of it every time.
+        A copy has none of kvinterp's own hooks. Inside :meth:`one_call` it is made once, outside of
+        it every time.
         """
         if dtype is None or dtype == self.dtype:
             return self
@@ -277,7 +326,8 @@ class Adapter(Attaching):
 
     @contextlib.contextmanager
     def one_call(self) -> Iterator[None]:
-        """Marks one call of a verb: what is made once in it (copies in another dtype, the weights' hash) is dropped at its end.
+        """Marks one call of a verb: what is made once in it (copies in another dtype, the weights'
+        hash) is dropped at its end.
 
         Raises:
             UnsupportedError: A part of the model is compiled.
@@ -295,13 +345,17 @@ class Adapter(Attaching):
                 self.rows_asked = False
 
     def lasting(self) -> Adapter:
-        """Returns this adapter with its copies kept for good: for a model that nobody else holds and so nobody edits."""
+        """Returns this adapter with its copies kept for good: for a model that nobody else holds
+        and so nobody edits.
+        """
         self._calls += 1
         return self
 
     @contextlib.contextmanager
     def left_as_found(self) -> Iterator[None]:
-        """Restores the attributes and buffers of the model's modules at the end of the context, however it ends."""
+        """Restores the attributes and buffers of the model's modules at the end of the context,
+        however it ends.
+        """
         if self._snapshot is not None:
             yield
             return
@@ -315,13 +369,15 @@ class Adapter(Attaching):
 
     @contextlib.contextmanager
     def own_state(self, state: list[Leftover]) -> Iterator[None]:
-        """Gives the forwards inside the context a state of their own, where modules keep state from one forward to the next.
+        """Gives the forwards inside the context a state of their own, where modules keep state from
+        one forward to the next.
 
-        The state begins as it was found (:func:`as_made`) and is taken out at the end, so that runs which take turns on one
-        model do not overwrite each other's state.
+        The state begins as it was found (:func:`as_made`) and is taken out at the end, so that runs
+        which take turns on one model do not overwrite each other's state.
 
         Args:
-            state: The state that an earlier context left, from which this one goes on; replaced at the end by this one's.
+            state: The state that an earlier context left, from which this one goes on; replaced at
+                the end by this one's.
         """
         with self.left_as_found():
             snapshot: Any = self._snapshot
@@ -337,8 +393,11 @@ class Adapter(Attaching):
                 state.append(snapshot.take_out())
                 snapshot.put_in(outer)
 
-    def replacing_keys_values(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
-        """Replaces the keys and values that attention receives in forwards without a cache, while the context lasts.
+    def replacing_keys_values(
+        self, read: KeysValuesRead
+    ) -> contextlib.AbstractContextManager[None]:
+        """Replaces the keys and values that attention receives in forwards without a cache, while
+        the context lasts.
 
         Args:
             read: Called with layer, keys and values; attention reads what it returns.
@@ -347,13 +406,17 @@ class Adapter(Attaching):
 
     @property
     def shows_attention(self) -> bool:
-        """Whether :meth:`replacing_keys_values` sees each layer once, in the shapes that a cache would receive; asked once."""
+        """Whether :meth:`replacing_keys_values` sees each layer once, in the shapes that a cache
+        would receive; asked once.
+        """
         key = self.facts.attention, "shows attention"
         if key not in self.checked:
             # Until it is known, forward() shows a store to the model as a cache.
             self.checked[key] = False
             # Another number than that of the heads, so that the dimensions can be told apart.
-            count = next(n for n in (5, 7, 11) if n not in (self.facts.query_heads, self.facts.kv_heads))
+            count = next(
+                n for n in (5, 7, 11) if n not in (self.facts.query_heads, self.facts.kv_heads)
+            )
             tokens = torch.arange(3, 3 + count, device=self.device)[None] % self.facts.vocabulary
             plain, cached = NotingStore(self), NotingStore(self)
             lacks = contextlib.suppress(NotImplementedError, AttributeError, RuntimeError)
@@ -361,8 +424,13 @@ class Adapter(Attaching):
                 with self.replacing_keys_values(plain.update):
                     self.forward(tokens)
                 self.forward(tokens, cached)
-                shapes = [[(layer, k.shape, v.shape) for layer, k, v in store.noted] for store in (plain, cached)]
-                self.checked[key] = shapes[0] == shapes[1] and [s[0] for s in shapes[0]] == [*range(self.facts.layers)]
+                shapes = [
+                    [(layer, k.shape, v.shape) for layer, k, v in store.noted]
+                    for store in (plain, cached)
+                ]
+                self.checked[key] = shapes[0] == shapes[1] and [s[0] for s in shapes[0]] == [
+                    *range(self.facts.layers)
+                ]
         return bool(self.checked[key])
 
     def supports(self, site: str, layer: int = 0) -> bool:
@@ -374,11 +442,14 @@ class Adapter(Attaching):
         return True
 
     def derives(self, site: str) -> bool:
-        """Whether a site is computed beside a kernel that does not show it, so that it can be recorded but not patched."""
+        """Whether a site is computed beside a kernel that does not show it, so that it can be
+        recorded but not patched.
+        """
         return False
 
     def encode(self, text: str | Prompt) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer puts first, or of a prompt as every verb feeds it.
+        """Token ids of a text, with the special tokens that the tokenizer puts first, or of a
+        prompt as every verb feeds it.
 
         Raises:
             InputError: It is neither, there is no tokenizer, or the text gives no token.
@@ -398,21 +469,32 @@ class Adapter(Attaching):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids; the ids themselves where there is no tokenizer."""
-        return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(list(tokens))
+        return (
+            " ".join(map(str, tokens))
+            if self.tokenizer is None
+            else self.tokenizer.decode(list(tokens))
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the wrapped model: a model of TransformerLens returns logits, one of transformers its own output object."""
+        """Calls the wrapped model: a model of TransformerLens returns logits, one of transformers
+        its own output object.
+        """
         return self.model(*args, **kwargs)
 
-    def to_tokens(self, text: str | Prompt | Sequence[str | Prompt]) -> Int[Tensor, "batch position"]:
-        """Token ids of a text as every function of kvinterp feeds it, with the special tokens that its tokenizer puts first.
+    def to_tokens(
+        self, text: str | Prompt | Sequence[str | Prompt]
+    ) -> Int[Tensor, "batch position"]:
+        """Token ids of a text as every function of kvinterp feeds it, with the special tokens that
+        its tokenizer puts first.
 
         Args:
-            text: The text, or several, which are padded on the left. TransformerLens's ``to_tokens`` may put other special
-                tokens first; pass its result as token ids to feed them.
+            text: The text, or several, which are padded on the left. TransformerLens's
+                ``to_tokens`` may put other special tokens first; pass its result as token ids to
+                feed them.
 
         Raises:
-            InputError: There is no text, or texts have several lengths and the tokenizer has no token to pad them with.
+            InputError: There is no text, or texts have several lengths and the tokenizer has no
+                token to pad them with.
         """
         rows = [self.encode(item) for item in ([text] if isinstance(text, str | Prompt) else text)]
         if not rows:
@@ -432,7 +514,9 @@ class Adapter(Attaching):
             text: A text, a prompt or token ids, ``[position]`` or ``[1, position]``.
         """
         return self.pieces(
-            self.encode(text) if isinstance(text, str | Prompt) else torch.as_tensor(text).flatten().tolist()
+            self.encode(text)
+            if isinstance(text, str | Prompt)
+            else torch.as_tensor(text).flatten().tolist()
         )
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
@@ -450,7 +534,9 @@ class Adapter(Attaching):
         return None
 
     def new_cache(self) -> Any:
-        """Makes the cache that transformers makes for this model; None where the model uses none of transformers' caches."""
+        """Makes the cache that transformers makes for this model; None where the model uses none of
+        transformers' caches.
+        """
         return None
 
     @property
@@ -461,12 +547,15 @@ class Adapter(Attaching):
             InputError: A config or a tokenizer names something that is none.
         """
         tokens: set[int] = set()
-        config = getattr(self.source, "generation_config", None) or getattr(self.source, "config", None)
+        config = getattr(self.source, "generation_config", None) or getattr(
+            self.source, "config", None
+        )
         for holder in (config, self.tokenizer):
             ends = getattr(holder, "eos_token_id", None)
             for end in ends if isinstance(ends, list | tuple) else () if ends is None else (ends,):
                 whole = type(end) is not bool and hasattr(type(end), "__index__")
-                # A negative one, or one behind the vocabulary, is how some checkpoints say that there is none.
+                # A negative one, or one behind the vocabulary, is how some checkpoints say that
+                # there is none.
                 if not whole or not -(2**63) <= int(end) < 2**63:
                     raise InputError(
                         f"eos_token_id={shown(ends)} stands in the {type(holder).__name__} of {self.facts.name}: expected a "
@@ -483,11 +572,13 @@ class Adapter(Attaching):
         return digest
 
     def checked_once(self, check: Callable[[], Any], *subject: Any) -> Any:
-        """Runs a check whose result depends on kernels and shapes, not on the weights, once for each attention and subject.
+        """Runs a check whose result depends on kernels and shapes, not on the weights, once for
+        each attention and subject.
 
         Args:
             check: Returns the result.
-            subject: What is checked and what else the result depends on, such as a path's text and the shape.
+            subject: What is checked and what else the result depends on, such as a path's text and
+                the shape.
         """
         key = self.facts.attention, *subject
         if key not in self.checked:
@@ -495,13 +586,14 @@ class Adapter(Attaching):
         return self.checked[key]
 
 
-# Copies in another dtype -------------------------------------------------------------------------------------------------
+# Copies in another dtype --------------------------------------------------------------------------
 
 
 def _check_apart(model: nn.Module, copy: nn.Module, name: str) -> None:
     """Raises UnsupportedError where a deep copy would run modules of the original.
 
-    A deep copy shares functions. A function that replaces a module's ``forward`` may hold the original module.
+    A deep copy shares functions. A function that replaces a module's ``forward`` may hold the
+    original module.
     """
     originals = {id(module) for module in model.modules()}
     for place, module in copy.named_modules():
@@ -516,7 +608,8 @@ def _check_apart(model: nn.Module, copy: nn.Module, name: str) -> None:
 
 @torch.no_grad()
 def _check_follows(copy: Adapter, dtype: torch.dtype) -> None:
-    """Raises UnsupportedError where what runs on a copy keeps tensors of the dtype that the model was copied from.
+    """Raises UnsupportedError where what runs on a copy keeps tensors of the dtype that the model
+    was copied from.
 
     Two tokens show it. What torch lacks in a dtype is told by the run that meets it.
     """
@@ -541,7 +634,10 @@ def _closed_over(function: Any, depth: int = 4) -> Iterator[Any]:
     if isinstance(function, functools.partial):
         values = [function.func, *function.args, *function.keywords.values()]
     else:
-        values = [getattr(function, "__self__", None), *(getattr(function, "__defaults__", None) or ())]
+        values = [
+            getattr(function, "__self__", None),
+            *(getattr(function, "__defaults__", None) or ()),
+        ]
         values += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     for value in values:
         yield value

@@ -1,7 +1,8 @@
-"""Attaches an adapter's hooks, sends their tensors to listeners, and begins a forward in the middle.
+"""Attaches an adapter's hooks, sends their tensors to listeners, and begins a forward in the
+middle.
 
-Hooks belong to modules, so a listener receives every forward of the model, whichever thread runs it. Threads that use verbs at
-the same time need a model each.
+Hooks belong to modules, so a listener receives every forward of the model, whichever thread runs
+it. Threads that use verbs at the same time need a model each.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ Listener = Callable[[Tensor], "Tensor | None"]
 
 
 class Attaching(abc.ABC):
-    """The hooks on one model: attached once, with any number of listeners, and removed without a trace."""
+    """The hooks on one model: attached once, with any number of listeners, and removed without a
+    trace.
+    """
 
     model: nn.Module
     facts: ModelInfo
@@ -39,7 +42,9 @@ class Attaching(abc.ABC):
     @property
     @abc.abstractmethod
     def blocks(self) -> nn.ModuleList:
-        """The blocks, in order; the residual stream is the first argument and the first output of each."""
+        """The blocks, in order; the residual stream is the first argument and the first output of
+        each.
+        """
 
     @property
     @abc.abstractmethod
@@ -48,7 +53,9 @@ class Attaching(abc.ABC):
 
     @abc.abstractmethod
     def tap(self, site: str, layer: int) -> Tap:
-        """Finds a site; raises UnsupportedError, saying why and what to do, where the model has none."""
+        """Finds a site; raises UnsupportedError, saying why and what to do, where the model has
+        none.
+        """
 
     @property
     def alike_in_training(self) -> bool:
@@ -59,8 +66,9 @@ class Attaching(abc.ABC):
     def attached(self, places: Sequence[Site], rank: int = 0) -> Iterator[None]:
         """Hooks the places, while the context lasts; :meth:`listening` adds the listeners.
 
-        Every hook has a handle of torch's, so leaving the context, by an exception too, removes exactly the hooks that it
-        made and none of the user's. Nested contexts share a hook, and the last one to be left removes it.
+        Every hook has a handle of torch's, so leaving the context, by an exception too, removes
+        exactly the hooks that it made and none of the user's. Nested contexts share a hook, and the
+        last one to be left removes it.
 
         Args:
             places: Sites and layers.
@@ -70,11 +78,14 @@ class Attaching(abc.ABC):
             InputError: A part of the model is in training mode.
             UnsupportedError: A part of the model is compiled.
         """
-        # A verb has checked this at its beginning: each of its forwards would walk through every module again.
+        # A verb has checked this at its beginning: each of its forwards would walk through every
+        #     module again.
         if not self._calls:
             check_uncompiled(self.model, self.facts.name)
         if not self.alike_in_training and not self._evaluating:
-            part = next((path for path, module in self.model.named_modules() if module.training), None)
+            part = next(
+                (path for path, module in self.model.named_modules() if module.training), None
+            )
             if part is not None:
                 raise InputError(
                     f"{_part_of(part, self.facts.name)} is in training mode, in which dropout may change what it computes: call "
@@ -84,7 +95,8 @@ class Attaching(abc.ABC):
         keys: list[tuple[Site, int]] = []
         try:
             for place in dict.fromkeys(places):
-                # A change of heads reaches their sum only, so that a second hook on heads would not see it.
+                # A change of heads reaches their sum only, so that a second hook on heads would not
+                # see it.
                 key = place, rank if rank and self.tap(*place).side != "heads" else 0
                 if key not in self._attachments:
                     tap = self.tap(*place)
@@ -100,15 +112,19 @@ class Attaching(abc.ABC):
                         handle.remove()
 
     @contextlib.contextmanager
-    def listening(self, listeners: Mapping[Site, Sequence[Listener]], rank: int = 0) -> Iterator[None]:
+    def listening(
+        self, listeners: Mapping[Site, Sequence[Listener]], rank: int = 0
+    ) -> Iterator[None]:
         """Sends the tensors of the attached hooks to these listeners, in order.
 
-        A tensor that a listener returns replaces the site's, for the listeners after it too. Contexts may nest, as a run
-        inside a user's record() does: listeners of the outer context are called first. Contexts may be left in any order.
+        A tensor that a listener returns replaces the site's, for the listeners after it too.
+        Contexts may nest, as a run inside a user's record() does: listeners of the outer context
+        are called first. Contexts may be left in any order.
 
         Args:
             listeners: The listeners, by site and layer.
-            rank: ``LAST`` for listeners that only look and shall receive the tensor that the model goes on with.
+            rank: ``LAST`` for listeners that only look and shall receive the tensor that the model
+                goes on with.
         """
         entry = listeners, rank
         self._entries = [*self._entries, entry]
@@ -124,26 +140,38 @@ class Attaching(abc.ABC):
         ranks: list[dict[Site, list[Listener]]] = [{}, {}]
         for listeners, rank in sorted(self._entries, key=operator.itemgetter(1)):
             for place, called in listeners.items():
-                ranks[rank if (place, rank) in self._attachments else 0].setdefault(place, []).extend(called)
+                ranks[rank if (place, rank) in self._attachments else 0].setdefault(
+                    place, []
+                ).extend(called)
         self._listeners = [*ranks]
 
     def put_last_hooks_last(self) -> None:
-        """Sorts the hooks of rank LAST behind hooks that were added since, a user's among them, for the forward that begins."""
+        """Sorts the hooks of rank LAST behind hooks that were added since, a user's among them, for
+        the forward that begins.
+        """
         for (_, rank), (_, _, module) in self._attachments.items():
             if rank == LAST:
                 sort_hooks(module)
 
-    def resumed(self, layer: int, outputs: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
-        """Makes forwards begin at a block: the blocks before it return earlier outputs without running.
+    def resumed(
+        self, layer: int, outputs: Sequence[Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Makes forwards begin at a block: the blocks before it return earlier outputs without
+        running.
 
         Args:
             layer: The first block that runs.
-            outputs: What each block before it returned on the same tokens, in the form in which the block returns it.
+            outputs: What each block before it returned on the same tokens, in the form in which the
+                block returns it.
         """
-        return wrapping_methods(list(self.blocks)[:layer], "forward", lambda number, *_, **__: outputs[number])
+        return wrapping_methods(
+            list(self.blocks)[:layer], "forward", lambda number, *_, **__: outputs[number]
+        )
 
     def close_interrupted(self) -> None:
-        """Closes what hooks left open in a forward that a KeyboardInterrupt cut off: torch calls no hook for it."""
+        """Closes what hooks left open in a forward that a KeyboardInterrupt cut off: torch calls no
+        hook for it.
+        """
         for _, handles, _ in self._attachments.values():
             for handle in handles:
                 if isinstance(handle, Closing):
@@ -165,7 +193,7 @@ class Attaching(abc.ABC):
         return tap_hooks(tap, place[0], emit, rows, rank)
 
 
-# Whether a model can be hooked as it is -------------------------------------------------------------------------------
+# Whether a model can be hooked as it is -----------------------------------------------------------
 
 
 def _part_of(path: str, name: str) -> str:
@@ -173,15 +201,21 @@ def _part_of(path: str, name: str) -> str:
 
 
 def check_uncompiled(model: nn.Module, name: str) -> None:
-    """Raises UnsupportedError where any part was compiled in place: what Dynamo compiled runs no hook that was added later.
+    """Raises UnsupportedError where any part was compiled in place: what Dynamo compiled runs no
+    hook that was added later.
 
-    A part is compiled in place by ``module.compile()`` or ``module.forward = torch.compile(module.forward)``.
+    A part is compiled in place by ``module.compile()`` or
+    ``module.forward = torch.compile(module.forward)``.
     """
     for path, module in model.named_modules():
         forward = vars(module).get("forward")
         by_forward = hasattr(forward, "_torchdynamo_orig_callable")
         if getattr(module, "_compiled_call_impl", None) is not None or by_forward:
-            remedy = "delete its attribute 'forward'" if by_forward else "set its _compiled_call_impl to None"
+            remedy = (
+                "delete its attribute 'forward'"
+                if by_forward
+                else "set its _compiled_call_impl to None"
+            )
             raise UnsupportedError(
                 f"{_part_of(path, name)} is compiled, and compiled code runs no hooks, so nothing in it can be heard or patched: "
                 f"give the model as it was before (copy.deepcopy(model), made before compiling), or {remedy}."

@@ -1,6 +1,8 @@
-"""Which of torch's calls are attention: its fused one, or a product of queries and keys, a softmax, and a product with values.
+"""Which of torch's calls are attention: its fused one, or a product of queries and keys, a softmax,
+and a product with values.
 
-Asked of the calls in the order in which a model makes them, so that it does not matter how the model caches, or who wrote it.
+Asked of the calls in the order in which a model makes them, so that it does not matter how the
+model caches, or who wrote it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class Fused(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A product of two activations, which may be scores; and the one before it, if no softmax followed that one."""
+    """A product of two activations, which may be scores; and the one before it, if no softmax
+    followed that one.
+    """
 
     a: Tensor
     b: Tensor
@@ -40,7 +44,9 @@ class Product(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """A softmax of a product's numbers, scaled and masked in between: the product was of queries and keys."""
+    """A softmax of a product's numbers, scaled and masked in between: the product was of queries
+    and keys.
+    """
 
     product: Product
     scaled: Tensor
@@ -63,18 +69,38 @@ class Recogniser:
         self.product: Product | None = None
         self.scores: Scores | None = None
 
-    def recognise(self, func: Any, args: Any, kwargs: Any, result: Any) -> Fused | Product | Scores | Values | None:
+    def recognise(
+        self, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> Fused | Product | Scores | Values | None:
         """What a call and its result are, or None."""
         args, kwargs = in_order(args, kwargs)
         if func is SDPA:
-            named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-            return Fused(named["query"], named["key"], named["value"], named.get("attn_mask"), named, result)
+            named = (
+                dict(
+                    zip(
+                        ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
+                        args,
+                        strict=False,
+                    )
+                )
+                | kwargs
+            )
+            return Fused(
+                named["query"], named["key"], named["value"], named.get("attn_mask"), named, result
+            )
         if func in MATMUL or func in _BADDBMM:
-            others = [kwargs[name] for name in ("batch1", "batch2", "other", "mat2") if name in kwargs]
+            others = [
+                kwargs[name] for name in ("batch1", "batch2", "other", "mat2") if name in kwargs
+            ]
             factors = [*args[func in _BADDBMM :], *others]
             return self._multiplied(factors[0], factors[1], result) if len(factors) > 1 else None
         product = self.product
-        if func in _SOFTMAX and product is not None and args[0].dim() >= 3 and _rows(args[0]) == _rows(product.result):
+        if (
+            func in _SOFTMAX
+            and product is not None
+            and args[0].dim() >= 3
+            and _rows(args[0]) == _rows(product.result)
+        ):
             self.scores, self.product = Scores(product, args[0], kwargs.get("dtype")), None
             return self.scores
         return None
@@ -100,6 +126,8 @@ def _rows(tensor: Tensor) -> int:
 
 
 def visible_keys(mask: Tensor) -> Tensor:
-    """Which keys any query of a mask, or of masked scores, ``[..., row, key]``, may see: ``[key]``."""
+    """Which keys any query of a mask, or of masked scores, ``[..., row, key]``, may see:
+    ``[key]``.
+    """
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 4
     return visible.flatten(0, -2).any(0)

@@ -1,7 +1,8 @@
 """TransformerLens' TransformerBridge: TransformerLens' hooks over a transformers model.
 
-The bridge computes attention from its parts again, so its bits are not production's (those of the native kind are). It has a
-hook for everything and is the only kind in TransformerLens 4. Its cache is transformers' own.
+The bridge computes attention from its parts again, so its bits are not production's (those of the
+native kind are). It has a hook for everything and is the only kind in TransformerLens 4. Its cache
+is transformers' own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from kvinterp.models.transformers_cache import OnTransformersCache, Transformers
 
 
 def build_bridge(model: nn.Module, name: str) -> nn.Module:
-    """Wraps a transformers model, which it changes in place, in a TransformerBridge with unprocessed weights.
+    """Wraps a transformers model, which it changes in place, in a TransformerBridge with
+    unprocessed weights.
 
     Raises:
         UnsupportedError: TransformerLens has no bridge for this architecture.
@@ -62,10 +64,11 @@ def build_bridge(model: nn.Module, name: str) -> nn.Module:
 
 @torch.no_grad()
 def rename_cache_arguments(bridge: nn.Module) -> None:
-    """Makes a bridge's attention receive the cache under the name that it looks for, where transformers uses another name.
+    """Makes a bridge's attention receive the cache under the name that it looks for, where
+    transformers uses another name.
 
-    One forward shows which layers need this: their attention leaves the cache as it was. It changes what users of the bridge
-    run, so this is for bridges that are built here.
+    One forward shows which layers need this: their attention leaves the cache as it was. It changes
+    what users of the bridge run, so this is for bridges that are built here.
     """
     adapter = BridgeAdapter(bridge)
     cache = adapter.new_cache()
@@ -77,13 +80,21 @@ def rename_cache_arguments(bridge: nn.Module) -> None:
         return
     for block, layer in zip(bridge.blocks, cache.layers, strict=False):  # type: ignore[arg-type]
         attention = getattr(block, "attn", None)
-        if attention is not None and isinstance(layer, CacheLayerMixin) and not layer.get_seq_length():
-            # A partial is copied with the bridge, a closure is not. Into __dict__: a bridge's setattr reaches the module inside.
+        if (
+            attention is not None
+            and isinstance(layer, CacheLayerMixin)
+            and not layer.get_seq_length()
+        ):
+            # A partial is copied with the bridge, a closure is not. Into __dict__: a bridge's
+            # setattr reaches the module inside.
             vars(attention)["forward"] = functools.partial(_forward_with_renamed_cache, attention)
 
 
 def _forward_with_renamed_cache(attention: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    renamed = {"past_key_values" if isinstance(value, Cache) else name: value for name, value in kwargs.items()}
+    renamed = {
+        "past_key_values" if isinstance(value, Cache) else name: value
+        for name, value in kwargs.items()
+    }
     return type(attention).forward(attention, *args, **renamed)
 
 
@@ -96,7 +107,9 @@ class BridgeAdapter(OnTransformersCache):
     def __init__(self, model: nn.Module, name: str | None = None, tokenizer: Any = None) -> None:
         source: Any = model.original_model
         facts = transformers_facts(source, name, attention="bridge")
-        super().__init__(model, facts, tokenizer if tokenizer is not None else getattr(model, "tokenizer", None))
+        super().__init__(
+            model, facts, tokenizer if tokenizer is not None else getattr(model, "tokenizer", None)
+        )
         self._blocks = decoder_layers(source)
         plain_experts(model, self.dtype)
         self.hooks: dict[str, nn.Module] = dict(model.hook_dict)  # type: ignore[arg-type]
@@ -111,7 +124,9 @@ class BridgeAdapter(OnTransformersCache):
         """Whether every layer keeps plain keys and values."""
         return keeps_only_keys_and_values(self.source)
 
-    def logits(self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+    def logits(
+        self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
         """Computes the logits of every new token by the bridge."""
         if store is None:
             masks = {} if mask is None else {"attention_mask": mask}
@@ -119,10 +134,14 @@ class BridgeAdapter(OnTransformersCache):
         cache = model_cache(store, self.new_cache, f"the bridge for {self.facts.architecture}")
         return self.call_with_cache(tokens, cache, mask, positions)[0]
 
-    def replacing_keys_values(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
+    def replacing_keys_values(
+        self, read: KeysValuesRead
+    ) -> contextlib.AbstractContextManager[None]:
         """Replaces them where the attention of each block would pass them to a cache."""
 
-        def wrapper(layer: int, update: Any, keys: Tensor, values: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        def wrapper(
+            layer: int, update: Any, keys: Tensor, values: Tensor, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
             return read(layer, *update(keys, values, **kwargs))
 
         attention = [block.attn for block in self.model.blocks]  # type: ignore[union-attr]
@@ -142,7 +161,9 @@ class BridgeAdapter(OnTransformersCache):
         """Runs the bridge's own."""
         return generated_by(self.model, tokens, mask, options)
 
-    def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache:
+    def own_cache(
+        self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype
+    ) -> TransformersCache:
         """Makes the DynamicCache that a bridge's users make."""
         check_plain(kind, "a bridge, which rebuilds attention and its mask for a cache that grows")
         return TransformersCache(kind.make(self.config, capacity))
@@ -150,7 +171,9 @@ class BridgeAdapter(OnTransformersCache):
     def tap(self, site: str, layer: int) -> Tap:
         """Finds the HookPoint of a site."""
         if site.startswith("cache_"):
-            raise UnsupportedError(f"site {site!r} has no hook in a bridge: it is read from the cache.")
+            raise UnsupportedError(
+                f"site {site!r} has no hook in a bridge: it is read from the cache."
+            )
         block: Any = self.model.blocks[layer]  # type: ignore[index]
         if site in ROUTING_SITES:
             return routing_tap(getattr(block, "mlp", None), site, layer, self.facts.architecture)
@@ -171,8 +194,13 @@ class BridgeAdapter(OnTransformersCache):
                 "the bridge shows those rows. Record resid_pre, attn_out or resid_post instead."
             )
         normed = f"blocks.{layer}.attn.hook_{site}_normed"
-        if site in ("q", "k") and f"blocks.{layer}.attn.{site}_norm.hook_out" in self.hooks and normed in self.hooks:
-            # TransformerLens' hook_q and hook_k come before the norm, so their tensors are not what RoPE rotates.
+        if (
+            site in ("q", "k")
+            and f"blocks.{layer}.attn.{site}_norm.hook_out" in self.hooks
+            and normed in self.hooks
+        ):
+            # TransformerLens' hook_q and hook_k come before the norm, so their tensors are not what
+            # RoPE rotates.
             count = self.facts.query_heads if site == "q" else self.facts.kv_heads
             head_major = getattr(block.attn, "_qk_norm_phase", "") == "post_reshape"
             return Tap(self.hooks[normed], heads=count, head_major=head_major)
@@ -181,7 +209,13 @@ class BridgeAdapter(OnTransformersCache):
                 f"site {site!r} is not there: the bridge for {self.facts.architecture} has no hook {name}. "
                 "Record resid_pre or resid_post instead, or use kind='native'."
             )
-        heads = self.facts.query_heads if site in ("q", "z") else self.facts.kv_heads if site in ("k", "v") else None
+        heads = (
+            self.facts.query_heads
+            if site in ("q", "z")
+            else self.facts.kv_heads
+            if site in ("k", "v")
+            else None
+        )
         return Tap(self.hooks[name], heads=heads)
 
     def cast(self, dtype: torch.dtype) -> Adapter:

@@ -1,7 +1,9 @@
-"""Whether cached rows are read: how many keys attention sees in the first forward on a filled cache.
+"""Whether cached rows are read: how many keys attention sees in the first forward on a filled
+cache.
 
-A model whose attention does not receive its cache, or does not read it, decodes without a word: each step attends to its own
-rows alone. That is seen in what attention reads, whatever the model, its library and their versions; never in a name.
+A model whose attention does not receive its cache, or does not read it, decodes without a word:
+each step attends to its own rows alone. That is seen in what attention reads, whatever the model,
+its library and their versions; never in a name.
 """
 
 from __future__ import annotations
@@ -50,19 +52,21 @@ class Unread:
         others = f" and {self.layers - 1} more" * (self.layers > 1)
         step = "one token" if self.new == 1 else f"{self.new} tokens"
         keys = f"{self.new} key{'s' * (self.new > 1)}"
-        return f"{step} fed after {self.rows} saw {keys} in layer {self.layer} ({self.module}){others}"
+        return (
+            f"{step} fed after {self.rows} saw {keys} in layer {self.layer} ({self.module}){others}"
+        )
 
     def warn(self, who: str) -> None:
         """Warns whoever runs the model."""
-        said = (
-            f"{who}: {NOT_READ} ({self.where}), so what follows a prompt is computed without it; kv.audit tells the rest."
-        )
+        said = f"{who}: {NOT_READ} ({self.where}), so what follows a prompt is computed without it; kv.audit tells the rest."
         warnings.warn(said, CacheNotReadWarning, stacklevel=2)
 
 
 @dataclasses.dataclass
 class _Layer:
-    """What the attention of one block read: its most keys, how many of them its newest row may see, and the module."""
+    """What the attention of one block read: its most keys, how many of them its newest row may see,
+    and the module.
+    """
 
     keys: int = 0
     visible: int = 0
@@ -70,7 +74,8 @@ class _Layer:
 
 
 class CachedRows:
-    """Listens to attention in a prompt's forward and in the first one on the cache that it filled, and in no other.
+    """Listens to attention in a prompt's forward and in the first one on the cache that it filled,
+    and in no other.
 
     Args:
         adapter: The model.
@@ -163,21 +168,30 @@ class CachedRows:
         found = []
         for layer, seen in sorted(self._step.items()):
             prompt = self._prompt.get(layer)
-            # What attends to itself alone by design did so in the prompt, too; what attends to no positions had other keys there.
+            # What attends to itself alone by design did so in the prompt, too; what attends to no
+            # positions had other keys there.
             attends = self.adapter.attention_only and self.adapter.facts.windows[layer] != 1
             if self._prompt:
-                attends = prompt is not None and prompt.keys >= self._prompted and prompt.visible > 1
+                attends = (
+                    prompt is not None and prompt.keys >= self._prompted and prompt.visible > 1
+                )
             if attends and 0 < seen.keys <= self._new:
                 found.append(layer)
         if found:
             names = {module: name for name, module in self.adapter.source.named_modules()}
             module = self._step[found[0]].module
-            name = "" if module is None else names.get(module, type(module).__name__).replace("._original_component", "")
+            name = (
+                ""
+                if module is None
+                else names.get(module, type(module).__name__).replace("._original_component", "")
+            )
             self.unread = Unread(found[0], name, self._rows, self._new, len(found))
 
     @contextlib.contextmanager
     def hearing(self, new: int, rows: int) -> Iterator[None]:
-        """Listens to the forwards inside, each of ``new`` positions in all on a cache of ``rows``."""
+        """Listens to the forwards inside, each of ``new`` positions in all on a cache of
+        ``rows``.
+        """
         self._rows, self._new = rows, new
         self._into = self._step if rows else self._prompt
         self._prompted = self._prompted if rows else new
@@ -199,7 +213,9 @@ class CachedRows:
             # torch calls no hook where a KeyboardInterrupt passes through.
             hooks.callback(left)
             for layer, block in enumerate(self.adapter.blocks):
-                hooks.enter_context(own_hook(block, functools.partial(enter, layer), "input", first=True))
+                hooks.enter_context(
+                    own_hook(block, functools.partial(enter, layer), "input", first=True)
+                )
                 hooks.enter_context(own_hook(block, leave, "output", always_call=True))
             try:
                 yield

@@ -1,4 +1,5 @@
-"""The kinds of cache that a cached path can keep its keys and values in, and the interface that every cache has.
+"""The kinds of cache that a cached path can keep its keys and values in, and the interface that
+every cache has.
 
 ==========================  =========================================================================================
 ``dynamic``                 the cache that the model makes by itself; the default
@@ -30,7 +31,10 @@ from kvinterp.common import spec
 from kvinterp.common.checks import check_known, check_whole
 from kvinterp.errors import InputError, UnsupportedError
 
-KeysValues = tuple[Float[Tensor, "batch kv_head position head_dim"], Float[Tensor, "batch kv_head position head_dim"]]
+KeysValues = tuple[
+    Float[Tensor, "batch kv_head position head_dim"],
+    Float[Tensor, "batch kv_head position head_dim"],
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +46,16 @@ class Place:
         start: Absolute position of the first key.
         stop: One past the absolute position of the last key.
         rotated: Whether these keys are after RoPE.
-        known: Whether the positions are known; a user's cache may have removed some without saying which.
-        rows: The absolute position of each row, where a policy may have removed rows: positions between start and stop may be
-            missing, others for each sequence and KV head. None where none can be missing.
+        known: Whether the positions are known; a user's cache may have removed some without saying
+            which.
+        rows: The absolute position of each row, where a policy may have removed rows: positions
+            between start and stop may be missing, others for each sequence and KV head. None where
+            none can be missing.
         heads: The KV heads that the tensors hold; empty for all.
-        prompt: The number of positions of the prompt, whose forwards come before all others; 0 where that is not known.
-        remade: Whether another policy of the path reads the tensors first, which may change a row at each read.
+        prompt: The number of positions of the prompt, whose forwards come before all others; 0
+            where that is not known.
+        remade: Whether another policy of the path reads the tensors first, which may change a row
+            at each read.
     """
 
     layer: int
@@ -62,11 +70,15 @@ class Place:
 
     @property
     def positions(self) -> Int[Tensor, "*batch_and_kv_head row"]:
-        """The absolute position of each row: one list for all heads, or one for each sequence and KV head."""
+        """The absolute position of each row: one list for all heads, or one for each sequence and
+        KV head.
+        """
         return torch.arange(self.start, self.stop) if self.rows is None else self.rows
 
     def check_known(self, site: str) -> None:
-        """Raises UnsupportedError where a site is recorded or moved and the cache does not say which positions it still holds."""
+        """Raises UnsupportedError where a site is recorded or moved and the cache does not say
+        which positions it still holds.
+        """
         if not self.known:
             raise UnsupportedError(
                 f"site {site!r} cannot be had at layer {self.layer}: the cache holds {self.stop - self.start} of {self.stop} "
@@ -74,7 +86,9 @@ class Place:
             )
 
     def check_whole(self, site: str) -> None:
-        """Raises UnsupportedError where a site is compared position by position and rows are missing, or not known."""
+        """Raises UnsupportedError where a site is compared position by position and rows are
+        missing, or not known.
+        """
         self.check_known(site)
         if self.rows is not None and self.rows.shape[-1] < self.stop:
             raise UnsupportedError(
@@ -88,13 +102,19 @@ class KVStore(Protocol):
     """Keeps keys and values between forwards; the implementations are in ``paths.store``."""
 
     model_cache: Any
-    """The cache object that the model receives for this store, one for its whole life; None before the first forward."""
+    """The cache object that the model receives for this store, one for its whole life; None before
+    the first forward.
+    """
 
     library_cache: OwnCache | None
-    """The library's own cache that keeps the tensors; None where the store itself keeps them or nothing does."""
+    """The library's own cache that keeps the tensors; None where the store itself keeps them or
+    nothing does.
+    """
 
     keeps: bool
-    """Whether anything is kept: if not, the model runs without a cache and passes its keys and values through the store."""
+    """Whether anything is kept: if not, the model runs without a cache and passes its keys and
+    values through the store.
+    """
 
     def length(self, layer: int) -> int:
         """Counts the positions in a layer before the next update."""
@@ -109,33 +129,53 @@ class KVStore(Protocol):
         values: Float[Tensor, "batch kv_head new head_dim"],
         window: int | None = None,
     ) -> KeysValues:
-        """Appends, and returns what attention reads: all positions, or the last ``window - 1`` and the new ones."""
+        """Appends, and returns what attention reads: all positions, or the last ``window - 1`` and
+        the new ones.
+        """
 
 
 class OwnCache:
-    """Keeps the keys and values of one run, as a library's own cache does; this base class keeps nothing."""
+    """Keeps the keys and values of one run, as a library's own cache does; this base class keeps
+    nothing.
+    """
 
     name: str = ""
     """The name of its class."""
 
     model_cache: Any = None
-    """The cache object that the model receives; None where it receives the store in the shape of a cache."""
+    """The cache object that the model receives; None where it receives the store in the shape of a
+    cache.
+    """
 
     def connect(self, update: Callable[..., KeysValues]) -> None:
-        """Sends every update of the model to ``update(layer, keys, values, None, *args)``, which calls :meth:`append`."""
+        """Sends every update of the model to ``update(layer, keys, values, None, *args)``, which
+        calls :meth:`append`.
+        """
 
     def append(
-        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *args: Any, **kwargs: Any
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> KeysValues:
-        """Appends as the library itself does, and returns what attention reads, any unfilled room included."""
+        """Appends as the library itself does, and returns what attention reads, any unfilled room
+        included.
+        """
         return keys, values
 
     def keys_values(self, layer: int) -> KeysValues | None:
-        """The tensors in which a layer keeps its keys and values; None where it keeps them in another form."""
+        """The tensors in which a layer keeps its keys and values; None where it keeps them in
+        another form.
+        """
         return None
 
     def memory_of(self, layer: int, returned: KeysValues) -> KeysValues | None:
-        """The memory of what :meth:`append` has just returned, row for row; None where the layer keeps it in another form."""
+        """The memory of what :meth:`append` has just returned, row for row; None where the layer
+        keeps it in another form.
+        """
         tensors = self.keys_values(layer)
         same = tensors is not None and all(
             view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
@@ -162,23 +202,31 @@ MOVES = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave")
 
 
 def offers(cache: Any, method: str) -> bool:
-    """Whether a transformers cache offers a method: its class has one of its own, or transformers' asks layers that all do."""
+    """Whether a transformers cache offers a method: its class has one of its own, or transformers'
+    asks layers that all do.
+    """
     owner = next((kind for kind in type(cache).__mro__ if method in vars(kind)), None)
     if owner is None:
         return False
     if not owner.__module__.startswith("transformers."):
         return True
-    layers = getattr(cache, "layers", None) or getattr(getattr(cache, "self_attention_cache", None), "layers", None)
+    layers = getattr(cache, "layers", None) or getattr(
+        getattr(cache, "self_attention_cache", None), "layers", None
+    )
     return all(hasattr(layer, method) for layer in layers or ())
 
 
 def gather_rows(tensor: Tensor, rows: Int[Tensor, "batch kv_head kept"]) -> Tensor:
-    """Gathers rows of keys or values ``[batch, kv_head, row, head_dim]``, others for each sequence and KV head."""
+    """Gathers rows of keys or values ``[batch, kv_head, row, head_dim]``, others for each sequence
+    and KV head.
+    """
     return torch.gather(tensor, 2, rows[..., None].expand(*rows.shape, tensor.shape[3]))
 
 
 class _WithReaders:
-    """A method of a user's cache, and the readers that may replace what it returns to attention, in order."""
+    """A method of a user's cache, and the readers that may replace what it returns to attention, in
+    order.
+    """
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self.method = method
@@ -193,12 +241,14 @@ class _WithReaders:
 
 
 def add_reader(cache: Any, name: str, reader: Callable[..., Any]) -> Callable[[], None]:
-    """Lets a reader replace what a method of a cache returns, before the readers that were added earlier.
+    """Lets a reader replace what a method of a cache returns, before the readers that were added
+    earlier.
 
     Args:
         cache: Anyone's cache.
         name: The method.
-        reader: Called with what the method returned and with its arguments; returns a replacement, or None.
+        reader: Called with what the method returned and with its arguments; returns a replacement,
+            or None.
 
     Returns:
         A function that removes the reader; readers may be removed in any order.
@@ -220,7 +270,7 @@ def add_reader(cache: Any, name: str, reader: Callable[..., Any]) -> Callable[[]
     return undo
 
 
-# Kinds -----------------------------------------------------------------------------------------------------------------
+# Kinds --------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +293,9 @@ class CacheKind:
         """Raises UnsupportedError where it cannot be used on a device."""
 
     def written(self, capacity: int) -> tuple[str, str]:
-        """What makes it in a line of Python beside a ``model``, and the line that imports what that needs."""
+        """What makes it in a line of Python beside a ``model``, and the line that imports what that
+        needs.
+        """
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -253,7 +305,9 @@ class CacheKind:
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic(CacheKind):
-    """The cache that the model makes by itself: a DynamicCache for nearly every transformers model."""
+    """The cache that the model makes by itself: a DynamicCache for nearly every transformers
+    model.
+    """
 
     def make(self, config: Any, capacity: int) -> Any:
         """Makes a DynamicCache with the layers that the config says."""
@@ -268,12 +322,16 @@ class Dynamic(CacheKind):
 
 @dataclasses.dataclass(frozen=True)
 class Preallocated(Dynamic):
-    """kvinterp's own store, where a check on this machine shows that it gives the bits of the model's own cache."""
+    """kvinterp's own store, where a check on this machine shows that it gives the bits of the
+    model's own cache.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Offloaded(CacheKind):
-    """transformers' DynamicCache with ``offloading``: a layer's keys and values are on the GPU only while it runs."""
+    """transformers' DynamicCache with ``offloading``: a layer's keys and values are on the GPU only
+    while it runs.
+    """
 
     def check(self, device: torch.device) -> None:
         """Raises UnsupportedError for every device but a GPU."""
@@ -291,7 +349,10 @@ class Offloaded(CacheKind):
 
     def written(self, capacity: int) -> tuple[str, str]:
         """The same with the model's config."""
-        return "DynamicCache(config=model.config, offloading=True)", "from transformers import DynamicCache"
+        return (
+            "DynamicCache(config=model.config, offloading=True)",
+            "from transformers import DynamicCache",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,8 +389,14 @@ class Static(CacheKind):
         return made, "from transformers import StaticCache"
 
 
-BACKENDS = {"quanto": ("optimum.quanto", "optimum-quanto"), "hqq": ("hqq", "hqq"), "fp8": ("torch", "torch")}
-"""For each backend of transformers' QuantizedCache: the module that it needs, and the package that has the module."""
+BACKENDS = {
+    "quanto": ("optimum.quanto", "optimum-quanto"),
+    "hqq": ("hqq", "hqq"),
+    "fp8": ("torch", "torch"),
+}
+"""For each backend of transformers' QuantizedCache: the module that it needs, and the package that
+has the module.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,20 +431,31 @@ class Quantized(CacheKind):
         module, package = BACKENDS[backend]
         if not installed(module):
             alternative = "" if self.backend else ", or hqq"
-            raise UnsupportedError(f"cache={self} needs the package {package}{alternative}: pip install {package}.")
+            raise UnsupportedError(
+                f"cache={self} needs the package {package}{alternative}: pip install {package}."
+            )
         try:
-            return QuantizedCache(backend, config, **({} if backend == "fp8" else {"nbits": self.bits}))
+            return QuantizedCache(
+                backend, config, **({} if backend == "fp8" else {"nbits": self.bits})
+            )
         except (ImportError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise UnsupportedError(f"cache={self} cannot be made for {config.model_type}: {_sentence(error)}") from error
+            raise UnsupportedError(
+                f"cache={self} cannot be made for {config.model_type}: {_sentence(error)}"
+            ) from error
 
     @property
     def _backend(self) -> str:
-        return self.backend or next((name for name in ("quanto", "hqq") if installed(BACKENDS[name][0])), "quanto")
+        return self.backend or next(
+            (name for name in ("quanto", "hqq") if installed(BACKENDS[name][0])), "quanto"
+        )
 
     def written(self, capacity: int) -> tuple[str, str]:
         """With its backend and bits."""
         bits = "" if self._backend == "fp8" else f", nbits={self.bits}"
-        return f"QuantizedCache({self._backend!r}, model.config{bits})", "from transformers import QuantizedCache"
+        return (
+            f"QuantizedCache({self._backend!r}, model.config{bits})",
+            "from transformers import QuantizedCache",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,8 +463,8 @@ class MadeBy(CacheKind):
     """A cache that a class or a function makes anew for every run.
 
     Attributes:
-        factory: Called with ``config`` and ``max_cache_len`` as far as it has parameters of these names; a function with one
-            parameter of another name receives the config.
+        factory: Called with ``config`` and ``max_cache_len`` as far as it has parameters of these
+            names; a function with one parameter of another name receives the config.
     """
 
     exact: ClassVar[bool] = False
@@ -396,7 +474,8 @@ class MadeBy(CacheKind):
         """Calls the factory.
 
         Raises:
-            InputError: It cannot be called with these arguments, or returns no empty transformers cache.
+            InputError: It cannot be called with these arguments, or returns no empty transformers
+                cache.
         """
         from transformers import Cache
 
@@ -409,16 +488,26 @@ class MadeBy(CacheKind):
                 "config and max_cache_len, and makes a transformers Cache."
             ) from error
         if not isinstance(cache, Cache):
-            raise InputError(f"cache={self} made a {type(cache).__name__}: expected a transformers Cache.")
+            raise InputError(
+                f"cache={self} made a {type(cache).__name__}: expected a transformers Cache."
+            )
         if int(cache.get_seq_length()) or "update" in vars(cache):
-            raise InputError(f"cache={self} made a cache that is in use already: make a new, empty one in every call.")
+            raise InputError(
+                f"cache={self} made a cache that is in use already: make a new, empty one in every call."
+            )
         return cache
 
     def _arguments(self) -> dict[str, str]:
-        """What the factory is called with: by its parameters' names, ``config`` or ``max_cache_len``."""
+        """What the factory is called with: by its parameters' names, ``config`` or
+        ``max_cache_len``.
+        """
         parameters = inspect.signature(self.factory).parameters
         arguments = {name: name for name in ("config", "max_cache_len") if name in parameters}
-        required = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
+        required = [
+            p
+            for p in parameters.values()
+            if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty
+        ]
         return {required[0].name: "config"} if not arguments and len(required) == 1 else arguments
 
     @property
@@ -442,7 +531,8 @@ class MadeBy(CacheKind):
 
 @dataclasses.dataclass(frozen=True)
 class Named(CacheKind):
-    """The name of a class or a function that was read from a file: it is shown and never imported, since anybody writes files.
+    """The name of a class or a function that was read from a file: it is shown and never imported,
+    since anybody writes files.
 
     Attributes:
         name: The text in the file, such as ``package.module:Name``.
@@ -467,11 +557,14 @@ class Named(CacheKind):
         return self.name
 
 
-CACHE_KINDS: dict[str, type[CacheKind]] = spec.by_name(Dynamic, Preallocated, Offloaded, Static, Quantized)
+CACHE_KINDS: dict[str, type[CacheKind]] = spec.by_name(
+    Dynamic, Preallocated, Offloaded, Static, Quantized
+)
 
 
 def cache_named(name: Any) -> CacheKind:
-    """The kind of cache that a text such as ``static(64)``, a class or a function that makes a cache stands for.
+    """The kind of cache that a text such as ``static(64)``, a class or a function that makes a
+    cache stands for.
 
     Raises:
         InputError: There is no such kind, or it is itself a cache.
@@ -499,7 +592,8 @@ def cache_named(name: Any) -> CacheKind:
 
 
 def cache_read(text: str) -> CacheKind:
-    """The kind of cache that a file names, as :func:`cache_named` reads it, but the name of a class stays a text.
+    """The kind of cache that a file names, as :func:`cache_named` reads it, but the name of a class
+    stays a text.
 
     Raises:
         InputError: There is no such kind.
@@ -508,9 +602,13 @@ def cache_read(text: str) -> CacheKind:
 
 
 def check_plain(kind: CacheKind, who: str) -> None:
-    """Raises UnsupportedError for a kind other than the model's own; ``who`` names the model and says why it has no other."""
+    """Raises UnsupportedError for a kind other than the model's own; ``who`` names the model and
+    says why it has no other.
+    """
     if not isinstance(kind, Dynamic):
-        raise UnsupportedError(f"cache={kind} cannot be used by {who}: load the model with kind='native'.")
+        raise UnsupportedError(
+            f"cache={kind} cannot be used by {who}: load the model with kind='native'."
+        )
 
 
 def _import_factory(text: str) -> Callable[..., Any]:
@@ -528,7 +626,9 @@ def _import_factory(text: str) -> Callable[..., Any]:
             "installed, or lies in the current folder."
         ) from error
     if not callable(factory):
-        raise InputError(f"cache {text!r} is a {type(factory).__name__}: expected a class or function that makes a cache.")
+        raise InputError(
+            f"cache {text!r} is a {type(factory).__name__}: expected a class or function that makes a cache."
+        )
     return factory
 
 

@@ -1,8 +1,10 @@
-"""What the calls of a model tell of the texts that its passes compute: token ids, masks, prompts, and what ``generate`` returned.
+"""What the calls of a model tell of the texts that its passes compute: token ids, masks, prompts,
+and what ``generate`` returned.
 
-Passes (:mod:`kvinterp.models.passes`) are seen at the blocks, where there are streams and no tokens. Tokens are seen where they
-are embedded, masks and logits at the model's forward, and the prompt of a ``generate()`` with its result at that call: whichever
-of these a user's code goes through.
+Passes (:mod:`kvinterp.models.passes`) are seen at the blocks, where there are streams and no
+tokens. Tokens are seen where they are embedded, masks and logits at the model's forward, and the
+prompt of a ``generate()`` with its result at that call: whichever of these a user's code goes
+through.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ class Call:
     """One ``generate()``.
 
     Attributes:
-        prompt_length: The columns of its prompts, pads among them; 0 where it was given no token ids.
+        prompt_length: The columns of its prompts, pads among them; 0 where it was given no token
+            ids.
         mask: ``[batch, column]``, 0 at pads, if it was given one.
         ends: The tokens that end a text, if it was given any.
-        output: ``[batch, column]``, the token ids that it returned; None while it runs, and where it returned a text.
+        output: ``[batch, column]``, the token ids that it returned; None while it runs, and where
+            it returned a text.
     """
 
     prompt_length: int = 0
@@ -60,7 +64,9 @@ class Calls:
     def watching(self) -> Iterator[None]:
         """Listens, while the context lasts."""
         # A bridge's users also call generate() of the model inside it.
-        models = list({id(model): model for model in (self.adapter.model, self.adapter.source)}.values())
+        models = list(
+            {id(model): model for model in (self.adapter.model, self.adapter.source)}.values()
+        )
         embedding = self.adapter.embedding
         with contextlib.ExitStack() as stack:
             having = [model for model in models if callable(getattr(model, "generate", None))]
@@ -71,7 +77,8 @@ class Calls:
             yield
 
     def fed(self, text: Tensor | None, start: int, new: int) -> Tensor | None:
-        """The text up to the end of a pass that has just computed ``new`` positions from ``start`` on.
+        """The text up to the end of a pass that has just computed ``new`` positions from ``start``
+        on.
 
         Args:
             text: ``[batch, column]`` before it, or None.
@@ -99,7 +106,9 @@ class Calls:
         return logits
 
     def _embed(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        ids = next(
+            (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None
+        )
         if ids is not None and ids.dim() == 2 and not ids.is_floating_point():
             self._embedded.append(ids.detach())
 
@@ -117,13 +126,17 @@ class Calls:
         if self.call is not None:
             return generate(*args, **kwargs)
         names = ("input", "inputs", "input_ids")
-        prompt = next((value for value in (*args[:1], *map(kwargs.get, names)) if value is not None), None)
+        prompt = next(
+            (value for value in (*args[:1], *map(kwargs.get, names)) if value is not None), None
+        )
         call = self.call = Call()
         if isinstance(prompt, Tensor) and prompt.dim() == 2 and not prompt.is_floating_point():
             call.prompt_length = prompt.shape[1]
         mask, ends = kwargs.get("attention_mask"), kwargs.get("eos_token_id")
         call.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        call.ends = tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (int(ends),)
+        call.ends = (
+            tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (int(ends),)
+        )
         try:
             output = generate(*args, **kwargs)
             ids = getattr(output, "sequences", output)

@@ -35,10 +35,11 @@ CARRIED = re.compile(
     r"|self_attn\.[qkvo]_proj\.(weight|bias)|mlp\.(gate|up|down)_proj\.weight|self_attn\.rotary_emb\.inv_freq"
     r"|mlp\.(gate\.weight|experts\.(gate_up|down)_proj))"
 )
-"""The tensors that the conversion carries over. A bias in the MLP is not among them: TransformerLens adds it after the product
-with the gate, and these families before."""
+"""The tensors that the conversion carries over. A bias in the MLP is not among them:
+TransformerLens adds it after the product with the gate, and these families before."""
 BIAS = re.compile(r"model\.layers\.(\d+)\.self_attn\.([qkvo])_proj\.bias")
-# The order of dimensions into which TransformerLens permutes each weight at every forward, before it multiplies by it.
+# The order of dimensions into which TransformerLens permutes each weight at every forward, before
+# it multiplies by it.
 PERMUTED = {
     **dict.fromkeys(("W_Q", "W_K", "W_V", "_W_K", "_W_V"), (0, 2, 1)),
     "W_O": (2, 0, 1),
@@ -54,7 +55,8 @@ def hooked_class() -> type[nn.Module]:
         InputError: It cannot be imported.
     """
     with importing_transformer_lens():
-        # find_spec, since in version 4 the import itself raises the ImportError of a missing package.
+        # find_spec, since in version 4 the import itself raises the ImportError of a missing
+        # package.
         if importlib.util.find_spec("transformer_lens.HookedTransformer") is None:
             raise UnsupportedError(
                 "the installed TransformerLens has no HookedTransformer (it was removed in 4.0): use kind='bridge' or "
@@ -67,7 +69,8 @@ def hooked_class() -> type[nn.Module]:
 def convert_checkpoint(
     folder: Path, name: str, config: Any, dtype: torch.dtype, device: torch.device, tokenizer: Any
 ) -> nn.Module:
-    """Loads a local Llama, Mistral, Gemma-2 or Mixtral checkpoint as an unprocessed HookedTransformer.
+    """Loads a local Llama, Mistral, Gemma-2 or Mixtral checkpoint as an unprocessed
+    HookedTransformer.
 
     Args:
         folder: A transformers checkpoint, or a GGUF file.
@@ -89,7 +92,8 @@ def convert_checkpoint(
     model: Any = hooked_from_transformers(source, config, name, dtype, device)
     model.generation_config = source.generation_config
     if tokenizer is not None:
-        # TransformerLens loads a second tokenizer from the folder that this one's saved arguments name.
+        # TransformerLens loads a second tokenizer from the folder that this one's saved arguments
+        # name.
         twin = copy.deepcopy(tokenizer)
         with tempfile.TemporaryDirectory(prefix="kvinterp-") as saved:
             if is_gguf(folder):
@@ -106,12 +110,13 @@ def hooked_from_transformers(
     """Makes an unprocessed HookedTransformer with the weights of a transformers model in memory.
 
     Args:
-        source: A transformers model of the Llama, Mistral, Gemma-2 or Mixtral family; it is not changed.
+        source: A transformers model of the Llama, Mistral, Gemma-2 or Mixtral family; it is not
+            changed.
         config, name, dtype, device: As for :func:`convert_checkpoint`.
 
     Raises:
-        UnsupportedError: The architecture is none of these families, or has weights that TransformerLens has no
-            place for.
+        UnsupportedError: The architecture is none of these families, or has weights that
+            TransformerLens has no place for.
     """
     model_class = hooked_class()
     from transformer_lens.config.hooked_transformer_config import HookedTransformerConfig
@@ -129,14 +134,19 @@ def hooked_from_transformers(
             "for the same hooks over the transformers model, or kind='native'."
         )
     fields = _config_fields(config, architecture)
-    hooked_config = HookedTransformerConfig(**fields, dtype=dtype, device=str(device), init_weights=False)
+    hooked_config = HookedTransformerConfig(
+        **fields, dtype=dtype, device=str(device), init_weights=False
+    )
     hooked_config.model_name = name
     weights = getattr(weight_conversions, CONVERTED[architecture])(source, hooked_config)
     for key, bias in tensors.items():
-        # TransformerLens' own conversion of these families leaves the biases of attention's projections at 0.
+        # TransformerLens' own conversion of these families leaves the biases of attention's
+        # projections at 0.
         if match := BIAS.fullmatch(key):
             layer, letter = match[1], match[2].upper()
-            place = next(k for mark in ("", "_") if (k := f"blocks.{layer}.attn.{mark}b_{letter}") in weights)
+            place = next(
+                k for mark in ("", "_") if (k := f"blocks.{layer}.attn.{mark}b_{letter}") in weights
+            )
             weights[place] = bias.reshape(weights[place].shape)
     with device:
         model: Any = model_class(hooked_config, tokenizer=None, move_to_device=False)
@@ -155,21 +165,31 @@ def hooked_from_transformers(
 
 
 def lay_out_for_products(model: nn.Module) -> nn.Module:
-    """Lays each weight out in memory in the order in which TransformerLens multiplies by it; names, shapes and values stay.
+    """Lays each weight out in memory in the order in which TransformerLens multiplies by it; names,
+    shapes and values stay.
 
-    At every forward TransformerLens permutes its weights and copies the result (``W.T.contiguous()``), which for one token is
-    most of the memory traffic. Where the permuted weight is contiguous already, the copy is the weight itself: the same
-    operands in the same layout, so the same bits. Weights that TransformerLens multiplies by without a copy stay as they are.
+    At every forward TransformerLens permutes its weights and copies the result
+    (``W.T.contiguous()``), which for one token is most of the memory traffic. Where the permuted
+    weight is contiguous already, the copy is the weight itself: the same operands in the same
+    layout, so the same bits. Weights that TransformerLens multiplies by without a copy stay as they
+    are.
 
     Args:
         model: A HookedTransformer; changed in place, and returned.
     """
     blocks: Any = model.blocks
-    gated = [b.mlp for b in blocks if isinstance(getattr(getattr(b, "mlp", None), "W_gate", None), nn.Parameter)]
+    gated = [
+        b.mlp
+        for b in blocks
+        if isinstance(getattr(getattr(b, "mlp", None), "W_gate", None), nn.Parameter)
+    ]
     modules: list[Any] = [*(block.attn for block in blocks), *gated, model.unembed]
-    for name, weight in (pair for module in modules for pair in module.named_parameters(recurse=False)):
+    for name, weight in (
+        pair for module in modules for pair in module.named_parameters(recurse=False)
+    ):
         order = PERMUTED.get(name, ())
-        # A single head is not copied: permuting it is a view, and another layout would run another kernel.
+        # A single head is not copied: permuting it is a view, and another layout would run another
+        #     kernel.
         if weight.dim() == len(order) and not (order == (0, 2, 1) and len(weight) == 1):
             back = [order.index(dimension) for dimension in range(len(order))]
             weight.data = weight.data.permute(order).contiguous().permute(back)
@@ -202,7 +222,10 @@ def _config_fields(config: Any, architecture: str) -> dict[str, Any]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     window = getattr(config, "sliding_window", None)
     windows = layer_windows(config)
-    grouped = config.num_key_value_heads != config.num_attention_heads or architecture != "LlamaForCausalLM"
+    grouped = (
+        config.num_key_value_heads != config.num_attention_heads
+        or architecture != "LlamaForCausalLM"
+    )
     fields: dict[str, Any] = {
         "d_model": config.hidden_size,
         "d_head": head_dim,
@@ -235,7 +258,10 @@ def _config_fields(config: Any, architecture: str) -> dict[str, Any]:
             "NTK_by_parts_factor": rope["factor"],
         }
     if architecture == "MixtralForCausalLM":
-        fields |= {"num_experts": config.num_local_experts, "experts_per_token": config.num_experts_per_tok}
+        fields |= {
+            "num_experts": config.num_local_experts,
+            "experts_per_token": config.num_experts_per_tok,
+        }
         fields |= {"norm_topk_prob": True}
     if architecture == "Gemma2ForCausalLM":
         fields |= {

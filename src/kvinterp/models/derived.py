@@ -1,10 +1,11 @@
 """Computes attention scores and patterns beside a fused kernel, which does not return them.
 
-SDPA returns the values that the heads read, and no probabilities. Eager attention would return them, but it is another kernel
-with other rounding. So SDPA runs as it is, and the pattern is computed a second time from SDPA's queries, keys, mask and scale,
-in float64, where the order of additions hardly matters: paths with equal queries and keys have equal patterns. The result is
-float32 (float64 in a float64 model), is called *derived* wherever it is shown, and cannot be patched, since SDPA does not read
-it.
+SDPA returns the values that the heads read, and no probabilities. Eager attention would return
+them, but it is another kernel with other rounding. So SDPA runs as it is, and the pattern is
+computed a second time from SDPA's queries, keys, mask and scale, in float64, where the order of
+additions hardly matters: paths with equal queries and keys have equal patterns. The result is
+float32 (float64 in a float64 model), is called *derived* wherever it is shown, and cannot be
+patched, since SDPA does not read it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def sdpa_arguments(
     """SDPA's arguments, with the KV heads repeated so that every query head has its own."""
     if enable_gqa:
         shared = query.shape[-3] // key.shape[-3]
-        key, value = (repeat(t, "... kv_head key dim -> ... (kv_head shared) key dim", shared=shared) for t in (key, value))
+        key, value = (
+            repeat(t, "... kv_head key dim -> ... (kv_head shared) key dim", shared=shared)
+            for t in (key, value)
+        )
     return query, key, value, attn_mask, is_causal, scale
 
 
@@ -52,13 +56,15 @@ def derived_attention(
         site: ``"attn_scores"`` or ``"pattern"``.
         query: Queries as the kernel reads them, after RoPE.
         key: Keys as the kernel reads them, one for every query head.
-        mask: SDPA's mask: true where a key is read, or numbers that are added to the scores; None for no mask.
+        mask: SDPA's mask: true where a key is read, or numbers that are added to the scores; None
+            for no mask.
         is_causal: SDPA's own argument: whether query i reads keys 0 to i only.
         scale: The factor of the scores; None for one over the square root of the head's width.
         rows: ``"all"`` query positions, or the ``"newest"`` alone.
 
     Returns:
-        Scores, -inf where a key is masked, or probabilities; 0 in a row that reads no key. Float32, or float64 for float64.
+        Scores, -inf where a key is masked, or probabilities; 0 in a row that reads no key. Float32,
+        or float64 for float64.
     """
     # Apple's GPUs have no float64.
     wide = torch.float32 if query.device.type == "mps" else torch.float64
@@ -78,7 +84,11 @@ def derived_attention(
             scores = scores.masked_fill(~reads, -torch.inf)
         if mask is not None:
             mask = mask[..., first:, :] if mask.dim() > 1 and mask.shape[-2] == count else mask
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
+            scores = (
+                scores.masked_fill(~mask, -torch.inf)
+                if mask.dtype == torch.bool
+                else scores + mask.to(wide)
+            )
         if site == "pattern":
             reads_nothing = (scores == -torch.inf).all(-1, keepdim=True)
             scores = scores.softmax(-1).masked_fill(reads_nothing, 0.0)

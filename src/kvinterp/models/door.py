@@ -1,5 +1,5 @@
-"""The door for every model: no code of a checkpoint runs unasked, any error of a library becomes one sentence, and a model that
-passes is whole, finite, in a floating dtype and able to run.
+"""The door for every model: no code of a checkpoint runs unasked, any error of a library becomes
+one sentence, and a model that passes is whole, finite, in a floating dtype and able to run.
 """
 
 from __future__ import annotations
@@ -22,10 +22,15 @@ from kvinterp.models.naming import is_gguf, meant, reach
 log = logging.getLogger("kvinterp")
 
 
-# Code of others --------------------------------------------------------------------------------------------------------
+# Code of others -----------------------------------------------------------------------------------
 
 
-def config_of(source: Path | str, name: str, remote_code: str = "refuse", options: Mapping[str, Any] | None = None) -> Any:
+def config_of(
+    source: Path | str,
+    name: str,
+    remote_code: str = "refuse",
+    options: Mapping[str, Any] | None = None,
+) -> Any:
     """Reads the transformers config of a checkpoint.
 
     Args:
@@ -47,8 +52,13 @@ def config_of(source: Path | str, name: str, remote_code: str = "refuse", option
         if entries.get("auto_map") and remote_code != "trust":
             if entries.get("model_type") not in CONFIG_MAPPING:
                 raise code_refused(name)
-            log.info("%s comes with code of its own, which is not run: transformers' own class is used", shown(name))
-        return AutoConfig.from_pretrained(source, trust_remote_code=remote_code == "trust", **(options or {}))
+            log.info(
+                "%s comes with code of its own, which is not run: transformers' own class is used",
+                shown(name),
+            )
+        return AutoConfig.from_pretrained(
+            source, trust_remote_code=remote_code == "trust", **(options or {})
+        )
 
 
 def _config_of_gguf(file: Path, name: str) -> Any:
@@ -128,16 +138,18 @@ def check_hooked_code(name: str, remote_code: str) -> str:
     return official
 
 
-# Loading ---------------------------------------------------------------------------------------------------------------
+# Loading ------------------------------------------------------------------------------------------
 
 
 def load_weights(
     source: Path | str, model_class: Any = None, remote_code: str = "refuse", **options: Any
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Loads the model of a checkpoint, with transformers' ``output_loading_info`` for :func:`check_loaded`.
+    """Loads the model of a checkpoint, with transformers' ``output_loading_info`` for
+    :func:`check_loaded`.
 
     Args:
-        source: A folder, a GGUF file, whose weights are dequantised, or a hub id that :func:`reach` has found.
+        source: A folder, a GGUF file, whose weights are dequantised, or a hub id that :func:`reach`
+            has found.
         model_class: The class that loads it; default: ``AutoModelForCausalLM``.
         remote_code: ``"trust"`` lets code that comes with the checkpoint run.
         options: Other arguments of ``from_pretrained``, such as config and dtype.
@@ -221,11 +233,15 @@ def too_large(name: str, error: BaseException) -> InputError:
 def quiet_transformers() -> Iterator[None]:
     """Switches off transformers' progress bars and reports, while the context lasts.
 
-    transformers' report of missing tensors shows names unescaped; :func:`check_loaded` says what matters of it.
+    transformers' report of missing tensors shows names unescaped; :func:`check_loaded` says what
+    matters of it.
     """
     from transformers.utils import logging as transformers_logging
 
-    bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    bars, level = (
+        transformers_logging.is_progress_bar_enabled(),
+        transformers_logging.get_verbosity(),
+    )
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity(max(level, transformers_logging.ERROR))
     try:
@@ -236,7 +252,7 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-# What was loaded -------------------------------------------------------------------------------------------------------
+# What was loaded ----------------------------------------------------------------------------------
 
 _UNUSED = re.compile(
     # Buffers that older versions saved, and that are computed.
@@ -252,25 +268,33 @@ _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 def _may_be_unused(tensor: str, config: Any) -> bool:
     """Whether a whole checkpoint may hold a tensor that its text decoder has no place for."""
     text = None if config is None else config.get_text_config(decoder=True)
-    layers, extra = (getattr(text, key, None) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers"))
+    layers, extra = (
+        getattr(text, key, None) or 0 for key in ("num_hidden_layers", "num_nextn_predict_layers")
+    )
     block = _BLOCK.search(tensor)
-    return bool(_UNUSED.search(tensor)) or (block is not None and layers <= int(block[1]) < layers + extra)
+    return bool(_UNUSED.search(tensor)) or (
+        block is not None and layers <= int(block[1]) < layers + extra
+    )
 
 
 def check_loaded(report: Mapping[str, Any], name: str, config: Any = None) -> None:
-    """Raises where weights of the model were not in the checkpoint, or weights of the checkpoint are not in the model.
+    """Raises where weights of the model were not in the checkpoint, or weights of the checkpoint
+    are not in the model.
 
     transformers makes random weights of the former and leaves the latter out.
 
     Args:
-        report: transformers' ``output_loading_info``, which omits tied and legitimately absent tensors already.
+        report: transformers' ``output_loading_info``, which omits tied and legitimately absent
+            tensors already.
         name: The model's name, for the message.
         config: Its config.
 
     Raises:
         InputError: A tensor is missing, is left over, has another shape or could not be converted.
     """
-    missing, unexpected = (sorted(map(str, report[key])) for key in ("missing_keys", "unexpected_keys"))
+    missing, unexpected = (
+        sorted(map(str, report[key])) for key in ("missing_keys", "unexpected_keys")
+    )
     if missing:
         instead = f", and has {_few(unexpected)} instead" if unexpected else ""
         raise InputError(
@@ -306,7 +330,8 @@ def check_plain_weights(model: nn.Module, name: str) -> None:
 
     Raises:
         InputError: Weights are on the meta device, which holds no numbers, or there are none.
-        UnsupportedError: Weights are quantised, or split among processes (FSDP2, tensor parallelism).
+        UnsupportedError: Weights are quantised, or split among processes (FSDP2, tensor
+            parallelism).
     """
     parameters = list(model.parameters())
     if any(type(parameter.data).__name__ == "DTensor" for parameter in parameters):
@@ -315,9 +340,12 @@ def check_plain_weights(model: nn.Module, name: str) -> None:
             "put together: give the model as it was before fully_shard() or a tensor-parallel plan."
         )
     if not parameters:
-        raise InputError(f"model {shown(name)} has no weights: expected a transformers decoder with its weights.")
+        raise InputError(
+            f"model {shown(name)} has no weights: expected a transformers decoder with its weights."
+        )
     quantised = getattr(model, "is_quantized", False) or any(
-        type(module).__module__.startswith(("torch.ao.nn.quantized", "bitsandbytes")) for module in model.modules()
+        type(module).__module__.startswith(("torch.ao.nn.quantized", "bitsandbytes"))
+        for module in model.modules()
     )
     if quantised or not any(parameter.is_floating_point() for parameter in parameters):
         raise UnsupportedError(
@@ -334,7 +362,8 @@ def check_plain_weights(model: nn.Module, name: str) -> None:
 def check_finite(model: nn.Module, name: str, folder: Path | None = None) -> None:
     """Raises for weights that are NaN, or Inf in the checkpoint itself.
 
-    Inf that is not in the checkpoint came from a cast to a dtype with a narrower range; a run says so, with the remedy.
+    Inf that is not in the checkpoint came from a cast to a dtype with a narrower range; a run says
+    so, with the remedy.
 
     Args:
         model: The model, loaded.
@@ -346,12 +375,18 @@ def check_finite(model: nn.Module, name: str, folder: Path | None = None) -> Non
     """
     from safetensors import safe_open
 
-    kinds = {tensor: kind for tensor, values in model.named_parameters() if (kind := _not_finite(values))}
+    kinds = {
+        tensor: kind for tensor, values in model.named_parameters() if (kind := _not_finite(values))
+    }
     broken = next((tensor for tensor, kind in kinds.items() if kind == "NaN"), "")
-    for file in sorted(folder.glob("*.safetensors")) if kinds and not broken and folder is not None else ():
+    for file in (
+        sorted(folder.glob("*.safetensors")) if kinds and not broken and folder is not None else ()
+    ):
         with safe_open(file, framework="pt") as stored:
             names = stored.keys()
-            broken = broken or next((tensor for tensor in names if _not_finite(stored.get_tensor(tensor))), "")
+            broken = broken or next(
+                (tensor for tensor in names if _not_finite(stored.get_tensor(tensor))), ""
+            )
     if broken:
         raise InputError(
             f"checkpoint {shown(name)} holds {kinds.get(broken, 'Inf')} in {broken}: no dtype helps against that; give weights "
@@ -364,13 +399,18 @@ def _not_finite(tensor: torch.Tensor) -> str:
     if not tensor.is_floating_point() or not tensor.numel() or tensor.is_meta:
         return ""
     # The smallest and the largest are NaN where any element is, and need no copy of the tensor.
-    ends = torch.stack(torch.aminmax(tensor.detach().to(torch.float32) if tensor.element_size() == 1 else tensor.detach()))
+    ends = torch.stack(
+        torch.aminmax(
+            tensor.detach().to(torch.float32) if tensor.element_size() == 1 else tensor.detach()
+        )
+    )
     return "NaN" if bool(ends.isnan().any()) else "Inf" if bool(ends.isinf().any()) else ""
 
 
 @torch.no_grad()
 def check_runs(adapter: Any) -> None:
-    """Runs two tokens once, so that a model that cannot run at all gives one sentence here and no traceback later.
+    """Runs two tokens once, so that a model that cannot run at all gives one sentence here and no
+    traceback later.
 
     Raises:
         InputError: The forward failed, or its logits are not those of the vocabulary.
@@ -385,7 +425,8 @@ def check_runs(adapter: Any) -> None:
     except torch.OutOfMemoryError as error:
         raise too_large(name, error) from error
     except Exception as error:
-        # An operation that the device lacks in this dtype may exist in another; a run in this one raises the error.
+        # An operation that the device lacks in this dtype may exist in another; a run in this one
+        # raises the error.
         if isinstance(error, NotImplementedError) or "not implemented for" in str(error):
             return
         raise InputError(

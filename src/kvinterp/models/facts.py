@@ -17,14 +17,16 @@ class ModelInfo:
         architecture: The transformers class name, or the nearest there is.
         layers: Number of blocks.
         query_heads: Query heads in a block.
-        kv_heads: Key/value heads in a block; equal to query_heads without grouped-query attention. Where blocks differ
-            (Gemma 4), the largest number.
+        kv_heads: Key/value heads in a block; equal to query_heads without grouped-query attention.
+            Where blocks differ (Gemma 4), the largest number.
         head_dim: Width of one head; where blocks differ, the largest.
         width: Width of the residual stream.
         vocabulary: Number of logits.
         context: The largest number of positions that the model takes.
-        windows: For each layer the sliding window in positions, or None where attention sees everything.
-        cached_keys_rotated: Whether the cache holds keys after RoPE (transformers) or before it (HookedTransformer).
+        windows: For each layer the sliding window in positions, or None where attention sees
+            everything.
+        cached_keys_rotated: Whether the cache holds keys after RoPE (transformers) or before it
+            (HookedTransformer).
         attention: The attention implementation: eager, sdpa, flash_attention_2, ...
     """
 
@@ -49,13 +51,18 @@ class ModelInfo:
         """The bytes of K and V of one text; at most, where blocks differ or do not all attend.
 
         Args:
-            context: Positions in the cache; a layer with a sliding window keeps no more than the window.
+            context: Positions in the cache; a layer with a sliding window keeps no more than the
+                window.
             bits: Those of a number, with its share of scales: see ``kvinterp list policies``.
         """
         positions = sum(min(context, window or context) for window in self.windows)
         return int(2 * positions * self.kv_heads * self.head_dim * bits / 8)
 
     def heads_of(self, site: str) -> tuple[int, str]:
-        """The number of heads of a site or a group of sites, and their name; ``(0, "")`` where there are none."""
+        """The number of heads of a site or a group of sites, and their name; ``(0, "")`` where
+        there are none.
+        """
         kind = layout_of(site).head_kind
-        return {"query": self.query_heads, "KV": self.kv_heads, "": 0}[kind], f"{kind} head" if kind else ""
+        return {"query": self.query_heads, "KV": self.kv_heads, "": 0}[
+            kind
+        ], f"{kind} head" if kind else ""

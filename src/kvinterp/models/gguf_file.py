@@ -23,9 +23,11 @@ class GgufHeader:
 
     Attributes:
         architecture: ``general.architecture``, such as ``"llama"``.
-        stored: How the weights are stored, for the provenance: ``"GGUF: 210 tensors in Q4_1, 61 in F32"``.
+        stored: How the weights are stored, for the provenance:
+            ``"GGUF: 210 tensors in Q4_1, 61 in F32"``.
         tokenizer: Whether the file has a tokenizer.
-        scaled: The entry that scales RoPE, which transformers reads for few architectures; empty where there is none.
+        scaled: The entry that scales RoPE, which transformers reads for few architectures; empty
+            where there is none.
     """
 
     architecture: str
@@ -36,9 +38,11 @@ class GgufHeader:
 
 @contextlib.contextmanager
 def pretrained_arguments(source: Path | str) -> Iterator[tuple[Path | str, dict[str, str]]]:
-    """The arguments of transformers' ``from_pretrained`` for a source: for a GGUF file, a folder and ``gguf_file``.
+    """The arguments of transformers' ``from_pretrained`` for a source: for a GGUF file, a folder
+    and ``gguf_file``.
 
-    The folder has a link to the file and nothing else, so that transformers reads no tokenizer or adapter beside the file.
+    The folder has a link to the file and nothing else, so that transformers reads no tokenizer or
+    adapter beside the file.
     """
     if not isinstance(source, Path) or not is_gguf(source):
         yield source, {}
@@ -51,9 +55,11 @@ def pretrained_arguments(source: Path | str) -> Iterator[tuple[Path | str, dict[
 
 @contextlib.contextmanager
 def reading_once(file: Path | None) -> Iterator[None]:
-    """Within it the ``gguf`` package reads the header of a GGUF file once, and makes a table of names once.
+    """Within it the ``gguf`` package reads the header of a GGUF file once, and makes a table of
+    names once.
 
-    transformers asks for the header three times, and for the table once a module: half of the time that SmolLM2 takes to load.
+    transformers asks for the header three times, and for the table once a module: half of the time
+    that SmolLM2 takes to load.
     """
     if file is None or not is_gguf(file) or importlib.util.find_spec("gguf") is None:
         yield
@@ -64,7 +70,9 @@ def reading_once(file: Path | None) -> Iterator[None]:
 
     read = functools.cache(gguf.GGUFReader)
     names = functools.cache(gguf.get_tensor_name_map)
-    with mock.patch.multiple(gguf, GGUFReader=lambda path: read(Path(path).resolve()), get_tensor_name_map=names):
+    with mock.patch.multiple(
+        gguf, GGUFReader=lambda path: read(Path(path).resolve()), get_tensor_name_map=names
+    ):
         yield
 
 
@@ -96,16 +104,25 @@ def _read_header(file: Path, size: int, changed: int) -> GgufHeader:
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
-    entries = {name: reader.fields[name].contents() for name in reader.fields if not name.startswith("tokenizer.")}
+    entries = {
+        name: reader.fields[name].contents()
+        for name in reader.fields
+        if not name.startswith("tokenizer.")
+    }
     kinds = Counter(tensor.tensor_type.name for tensor in reader.tensors)
-    listed = ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common()).replace(" in", " tensors in", 1)
+    listed = ", ".join(f"{count} in {kind}" for kind, count in kinds.most_common()).replace(
+        " in", " tensors in", 1
+    )
     exact = "" if set(kinds) <= _EXACT else ", dequantised when loaded"
     architecture = entries["general.architecture"]
     scaling = entries.get(f"{architecture}.rope.scaling.type", "none")
-    factors = next((tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")), "")
+    factors = next(
+        (tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")), ""
+    )
     return GgufHeader(
         architecture,
         f"GGUF: {listed}{exact}",
-        "tokenizer.ggml.model" in reader.fields and reader.fields["tokenizer.ggml.model"].contents() != "no_vocab",
+        "tokenizer.ggml.model" in reader.fields
+        and reader.fields["tokenizer.ggml.model"].contents() != "no_vocab",
         f"rope.scaling.type {shown(scaling)}" if scaling != "none" else factors,
     )

@@ -1,4 +1,6 @@
-"""TransformerLens's names of hooks (``blocks.1.attn.hook_pattern``), each a site and a layer, accepted wherever a site is."""
+"""TransformerLens's names of hooks (``blocks.1.attn.hook_pattern``), each a site and a layer,
+accepted wherever a site is.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
     from kvinterp.models.adapter import Adapter
 
 HOOKS = {site: layout.hook for site, layout in LAYOUTS.items() if layout.hook}
-"""The hook of each site, in a block but for :data:`WHOLE`; cache sites have none, except for the rotated keys."""
+"""The hook of each site, in a block but for :data:`WHOLE`; cache sites have none, except for the
+rotated keys.
+"""
 WHOLE = ("embed",)
 """Sites of the whole model, which count as layer 0."""
 HOOKS_READ = {hook: site for site, hook in HOOKS.items()} | {
@@ -30,7 +34,9 @@ HOOKS_READ = {hook: site for site, hook in HOOKS.items()} | {
     "mlp.gate.hook_out": "router",
     "mlp.hook_expert_indices": "experts",
 }
-"""The site of each hook name that is accepted: those of :data:`HOOKS` and other names for the same sites."""
+"""The site of each hook name that is accepted: those of :data:`HOOKS` and other names for the same
+sites.
+"""
 _NEAREST = {
     "hook_pos_embed": "blocks.0.hook_resid_pre, the residual stream that enters the first block",
     "ln_final.hook_normalized": "hook_resid_post of the last block, which the final norm reads",
@@ -44,11 +50,14 @@ _NEAREST = {
 """The nearest site for hooks that no site corresponds to."""
 _NAME = re.compile(r"(?:blocks\.(\d{1,6})\.)?([\w.]*hook_\w+)")
 Names = str | Sequence[str] | Callable[[str], bool]
-"""Names of sites, groups and hooks; or TransformerLens's ``names_filter``, a function of a hook's name."""
+"""Names of sites, groups and hooks; or TransformerLens's ``names_filter``, a function of a hook's
+name.
+"""
 
 
 def hook_of(name: object) -> tuple[str, int | None] | None:
-    """The site and the layer of a hook's name, the layer None where the name has none; None for what is no hook's name.
+    """The site and the layer of a hook's name, the layer None where the name has none; None for
+    what is no hook's name.
 
     Args:
         name: Such as ``blocks.1.attn.hook_pattern``, or ``hook_resid_post`` for every layer.
@@ -71,7 +80,9 @@ def hook_of(name: object) -> tuple[str, int | None] | None:
 
 
 def hook_name(site: str, layer: int) -> str:
-    """TransformerLens's name of a site at a layer; where TransformerLens has no hook, the name of the site takes its place."""
+    """TransformerLens's name of a site at a layer; where TransformerLens has no hook, the name of
+    the site takes its place.
+    """
     return HOOKS[site] if site in WHOLE else f"blocks.{layer}.{HOOKS.get(site, site)}"
 
 
@@ -83,7 +94,9 @@ def names_of(adapter: Adapter, names: Names) -> list[str]:
     """
     if not callable(names):
         return listed_names(names)
-    hooks = dict.fromkeys(hook_name(site, layer) for site in HOOKS for layer in range(adapter.facts.layers))
+    hooks = dict.fromkeys(
+        hook_name(site, layer) for site in HOOKS for layer in range(adapter.facts.layers)
+    )
     if not (accepted := _accepted(names, hooks)):
         raise InputError(
             f"the names_filter takes no hook at which a site is: expected some of {', '.join(HOOKS.values())}."
@@ -99,7 +112,9 @@ def _accepted(names_filter: Callable[[str], Any], hooks: Iterable[str]) -> list[
         raise unexpected("names_filter", names_filter, "a function of a hook's name") from error
 
 
-def one_site(adapter: Adapter, name: Any, layers: Iterable[int] | int | None) -> tuple[Any, Iterable[int] | int | None]:
+def one_site(
+    adapter: Adapter, name: Any, layers: Iterable[int] | int | None
+) -> tuple[Any, Iterable[int] | int | None]:
     """The one site that a name or a ``names_filter`` stands for, and its layers.
 
     Returns:
@@ -114,13 +129,17 @@ def one_site(adapter: Adapter, name: Any, layers: Iterable[int] | int | None) ->
         places = [place for hook in names_of(adapter, name) if (place := hook_of(hook)) is not None]
         sites = list(dict.fromkeys(site for site, _ in places))
         if len(sites) > 1:
-            raise InputError(f"the names_filter takes {', '.join(sites)}: one site is patched at a time.")
+            raise InputError(
+                f"the names_filter takes {', '.join(sites)}: one site is patched at a time."
+            )
         site, named_layers = sites[0], tuple(layer for _, layer in places if layer is not None)
     if layers is None or named_layers is None or site in WHOLE:
         return site, named_layers if layers is None else layers
     numbers = chosen_layers(adapter, layers)
     if not set(numbers) <= set(named_layers):
-        subject = "the names_filter takes layers" if callable(name) else f"hook {name!r} is of layer"
+        subject = (
+            "the names_filter takes layers" if callable(name) else f"hook {name!r} is of layer"
+        )
         raise InputError(
             f"{subject} {', '.join(map(str, named_layers))}, and layers={list(numbers)} was given: leave layers out."
         )
@@ -128,7 +147,9 @@ def one_site(adapter: Adapter, name: Any, layers: Iterable[int] | int | None) ->
 
 
 def site_of(name: str) -> tuple[str, tuple[int, ...] | None]:
-    """The site that a name says, and its layers, None where the name says none; the name itself where it is no hook's."""
+    """The site that a name says, and its layers, None where the name says none; the name itself
+    where it is no hook's.
+    """
     place = hook_of(name)
     if place is None:
         return name, (0,) if name in WHOLE else None
@@ -149,7 +170,9 @@ def sites_of(names: Names) -> tuple[str, ...]:
     """
     if callable(names):
         names = _accepted(names, [hook_name(site, 0) for site in HOOKS])
-    return expand_sites([site_of(name)[0] if isinstance(name, str) else name for name in listed_names(names)])
+    return expand_sites(
+        [site_of(name)[0] if isinstance(name, str) else name for name in listed_names(names)]
+    )
 
 
 def places_of(
@@ -180,15 +203,23 @@ def places_of(
             )
         for member in expand_sites([site]):
             layers_of[member].update(numbers)
-    return sites, [(site, layer) for site in sites for layer in layers_with(adapter, site, sorted(layers_of[site]))]
+    return sites, [
+        (site, layer)
+        for site in sites
+        for layer in layers_with(adapter, site, sorted(layers_of[site]))
+    ]
 
 
 def layers_with(adapter: Any, site: str, layers: Sequence[int]) -> Sequence[int]:
-    """Selects the layers that have a site: a model may have dense layers beside layers with experts.
+    """Selects the layers that have a site: a model may have dense layers beside layers with
+    experts.
 
-    Where no layer has the site, all are returned, so that asking the model for one raises the error that says why.
+    Where no layer has the site, all are returned, so that asking the model for one raises the error
+    that says why.
     """
     if site in WHOLE:
         return [0]
-    having = [layer for layer in layers if adapter.supports(site, layer)] if site in WITHIN_MLP else []
+    having = (
+        [layer for layer in layers if adapter.supports(site, layer)] if site in WITHIN_MLP else []
+    )
     return having or layers

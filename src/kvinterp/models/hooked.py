@@ -1,7 +1,9 @@
-"""TransformerLens' HookedTransformer: the interp community's model, where every activation has a hook.
+"""TransformerLens' HookedTransformer: the interp community's model, where every activation has a
+hook.
 
-Its cache holds keys before RoPE and rotates the whole history at every step, so ``cache_k_pre`` is what it stores and
-``cache_k`` is what ``hook_rot_k`` shows. Exists up to TransformerLens 3; version 4 has the bridge only.
+Its cache holds keys before RoPE and rotates the whole history at every step, so ``cache_k_pre`` is
+what it stores and ``cache_k`` is what ``hook_rot_k`` shows. Exists up to TransformerLens 3; version
+4 has the bridge only.
 """
 
 from __future__ import annotations
@@ -25,13 +27,19 @@ from kvinterp.models.transformer_lens_api import generated_by
 
 
 def _transpose(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Swaps heads and positions of keys and values: TransformerLens keeps ``[batch, position, kv_head, head_dim]``."""
-    keys, values = (rearrange(tensor, "batch one other dim -> batch other one dim") for tensor in pair)
+    """Swaps heads and positions of keys and values: TransformerLens keeps
+    ``[batch, position, kv_head, head_dim]``.
+    """
+    keys, values = (
+        rearrange(tensor, "batch one other dim -> batch other one dim") for tensor in pair
+    )
     return keys, values
 
 
 class _Entry:
-    """One layer of the store as a cache entry of TransformerLens, ``[batch, position, kv_head, head_dim]``."""
+    """One layer of the store as a cache entry of TransformerLens,
+    ``[batch, position, kv_head, head_dim]``.
+    """
 
     frozen = False
 
@@ -66,7 +74,9 @@ class _Cache:
 
 
 class _OwnCache(OwnCache):
-    """TransformerLens' own cache. The model receives entries that append to the store, which appends here."""
+    """TransformerLens' own cache. The model receives entries that append to the store, which
+    appends here.
+    """
 
     name = "TransformerLensKeyValueCache"
 
@@ -75,11 +85,21 @@ class _OwnCache(OwnCache):
 
         self.model_cache = TransformerLensKeyValueCache.init_cache(config, device, batch)
         for entry in self.model_cache.entries:
-            # Entries begin with a tensor of no positions, whose dtype takes part in the promotion of what is appended.
-            entry.past_keys, entry.past_values = entry.past_keys.to(dtype), entry.past_values.to(dtype)
+            # Entries begin with a tensor of no positions, whose dtype takes part in the promotion
+            # of what is appended.
+            entry.past_keys, entry.past_values = (
+                entry.past_keys.to(dtype),
+                entry.past_values.to(dtype),
+            )
 
     def append(
-        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *args: Any, **kwargs: Any
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Runs TransformerLens' own append."""
         return _transpose(self.model_cache[layer].append(*_transpose((keys, values))))
@@ -89,7 +109,9 @@ class _OwnCache(OwnCache):
         return _transpose((self.model_cache[layer].past_keys, self.model_cache[layer].past_values))
 
     def let_go(self, kind: str) -> None:
-        """Raises UnsupportedError: keys are kept before RoPE, and rotated at every step by the number of their row."""
+        """Raises UnsupportedError: keys are kept before RoPE, and rotated at every step by the
+        number of their row.
+        """
         raise UnsupportedError(
             f"{kind} lets go of rows, and a HookedTransformer turns cached keys by the number of their row, which would then be "
             "another: load the model with kind='native' or kind='bridge'."
@@ -117,7 +139,8 @@ class HookedAdapter(Adapter):
             vocabulary=config.d_vocab_out,
             context=config.n_ctx,
             windows=tuple(
-                config.window_size if local and local[layer] == "local" else None for layer in range(config.n_layers)
+                config.window_size if local and local[layer] == "local" else None
+                for layer in range(config.n_layers)
             ),
             cached_keys_rotated=False,
             attention="transformer_lens",
@@ -131,9 +154,14 @@ class HookedAdapter(Adapter):
 
     @property
     def alike_in_training(self) -> bool:
-        """Whether training mode changes nothing: there is no dropout, but two options for long texts ask for the mode."""
+        """Whether training mode changes nothing: there is no dropout, but two options for long
+        texts ask for the mode.
+        """
         config: Any = self.model.cfg
-        return not (getattr(config, "use_logn_attn", False) or getattr(config, "use_dynamic_ntk_rope", False))
+        return not (
+            getattr(config, "use_logn_attn", False)
+            or getattr(config, "use_dynamic_ntk_rope", False)
+        )
 
     def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Finds the layer's entry of the user's TransformerLensKeyValueCache."""
@@ -175,16 +203,22 @@ class HookedAdapter(Adapter):
         """The token embedding."""
         return self.model.embed  # type: ignore[return-value]
 
-    def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> _OwnCache:
+    def own_cache(
+        self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype
+    ) -> _OwnCache:
         """Makes a TransformerLensKeyValueCache."""
         check_plain(kind, "a HookedTransformer, which has TransformerLens' own cache only")
         return _OwnCache(self.model.cfg, self.device, batch, dtype)
 
-    def logits(self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+    def logits(
+        self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
         """Computes the logits of every new token, with an explicit mask of ones on both paths."""
         return self._run(tokens, None if store is None else _Cache(store, self.facts.layers), mask)
 
-    def replacing_keys_values(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
+    def replacing_keys_values(
+        self, read: KeysValuesRead
+    ) -> contextlib.AbstractContextManager[None]:
         """Replaces them where the attention of each block has projected them.
 
         Raises:
@@ -192,7 +226,9 @@ class HookedAdapter(Adapter):
         """
         config: Any = self.model.cfg
         attention: list[Any] = [block.attn for block in self.model.blocks]  # type: ignore[union-attr]
-        if getattr(config, "clip_qkv", None) is not None or any(getattr(a, "k_norm", None) is not None for a in attention):
+        if getattr(config, "clip_qkv", None) is not None or any(
+            getattr(a, "k_norm", None) is not None for a in attention
+        ):
             raise NotImplementedError
 
         def wrapper(layer: int, project: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -215,7 +251,13 @@ class HookedAdapter(Adapter):
     def _run(self, tokens: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
         # The cache keeps the mask of earlier tokens, so the call gets the mask of the new ones.
         new_mask = torch.ones_like(tokens) if mask is None else mask[:, -tokens.shape[1] :]
-        return self.model(tokens, return_type="logits", past_kv_cache=cache, attention_mask=new_mask, prepend_bos=False)
+        return self.model(
+            tokens,
+            return_type="logits",
+            past_kv_cache=cache,
+            attention_mask=new_mask,
+            prepend_bos=False,
+        )
 
     def tap(self, site: str, layer: int) -> Tap:
         """Finds the HookPoint of a site."""
@@ -226,7 +268,9 @@ class HookedAdapter(Adapter):
         if site == "cache_k" and rotary:
             return Tap(block.attn.hook_rot_k, head_major=True)
         if site in ("cache_k_pre", "cache_k", "cache_v"):
-            raise UnsupportedError(f"site {site!r} has no hook in a HookedTransformer: it is read from the cache.")
+            raise UnsupportedError(
+                f"site {site!r} has no hook in a HookedTransformer: it is read from the cache."
+            )
         config: Any = self.model.cfg
         if site in ("resid_mid", *MLP_SITES) and config.attn_only:
             raise UnsupportedError(
@@ -249,7 +293,9 @@ class HookedAdapter(Adapter):
         return Tap(self.model.get_submodule(name))
 
     def cast(self, dtype: torch.dtype) -> Adapter:
-        """Makes a copy with the same weights in another dtype; rotary tables are computed anew in that dtype."""
+        """Makes a copy with the same weights in another dtype; rotary tables are computed anew in
+        that dtype.
+        """
         model = copied(self.model)
         model.to(dtype, print_details=False)
         for module in model.modules():
@@ -259,13 +305,21 @@ class HookedAdapter(Adapter):
             attention: Any = block.attn
             if hasattr(attention, "rotary_sin"):
                 sin, cos = attention.calculate_sin_cos_rotary(
-                    attention.cfg.rotary_dim, attention.rotary_sin.shape[0], base=attention._rotary_base(), dtype=dtype
+                    attention.cfg.rotary_dim,
+                    attention.rotary_sin.shape[0],
+                    base=attention._rotary_base(),
+                    dtype=dtype,
                 )
-                attention.rotary_sin, attention.rotary_cos = sin.to(self.device), cos.to(self.device)
+                attention.rotary_sin, attention.rotary_cos = (
+                    sin.to(self.device),
+                    cos.to(self.device),
+                )
         return HookedAdapter(model, self.facts.name, self.tokenizer)
 
     def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
-        """Reads a site from the layer's entry of the user's own TransformerLensKeyValueCache, after the block ran."""
+        """Reads a site from the layer's entry of the user's own TransformerLensKeyValueCache, after
+        the block ran.
+        """
         if cache is None or site == "cache_k":
             return None
         return _transpose((cache.past_keys, cache.past_values))[site != "cache_k_pre"]

@@ -1,6 +1,7 @@
 """Taps, which say where in a module tree a site is, and the hooks that show a site's tensor.
 
-Every hook is registered through torch and has a handle, so that removing the handles leaves a model as it was.
+Every hook is registered through torch and has a handle, so that removing the handles leaves a model
+as it was.
 """
 
 from __future__ import annotations
@@ -31,15 +32,18 @@ class Tap:
 
     Attributes:
         module: The module to hook.
-        side: ``"input"`` (first argument), ``"output"``, ``"softmax"`` (scores or pattern inside eager attention),
-            ``"fused"`` (the same, derived from the arguments of SDPA), ``"heads"`` (each head's part of an output
-            projection), or ``"routing"`` (a router inside an MLP).
-        heads: Number of heads to split the last dimension into, or None where the layout is the common one already. For
-            ``"fused"``: the number of query heads.
-        span: Start and stop of the part of the last dimension that belongs to this site in a fused projection, or None for all.
+        side: ``"input"`` (first argument), ``"output"``, ``"softmax"`` (scores or pattern inside
+            eager attention), ``"fused"`` (the same, derived from the arguments of SDPA),
+            ``"heads"`` (each head's part of an output projection), or ``"routing"`` (a router
+            inside an MLP).
+        heads: Number of heads to split the last dimension into, or None where the layout is the
+            common one already. For ``"fused"``: the number of query heads.
+        span: Start and stop of the part of the last dimension that belongs to this site in a fused
+            projection, or None for all.
         head_major: Whether the tensor arrives as ``[batch, head, position, head_dim]``.
         experts: The number of experts that a router chooses among.
-        z: For ``"heads"``: the module that returns what the projection reads, where that is not the module's own input.
+        z: For ``"heads"``: the module that returns what the projection reads, where that is not the
+            module's own input.
     """
 
     module: nn.Module
@@ -55,8 +59,14 @@ class Tap:
         if self.span is not None:
             raw = raw[..., self.span[0] : self.span[1]]
         if self.heads is not None and raw.dim() == 3:
-            raw = rearrange(raw, "batch position (head width) -> batch position head width", head=self.heads)
-        return rearrange(raw, "batch head position width -> batch position head width") if self.head_major else raw
+            raw = rearrange(
+                raw, "batch position (head width) -> batch position head width", head=self.heads
+            )
+        return (
+            rearrange(raw, "batch head position width -> batch position head width")
+            if self.head_major
+            else raw
+        )
 
     def put(self, raw: Tensor, new: Tensor) -> Tensor:
         """Returns a copy of ``raw`` in which the site's tensor is ``new``."""
@@ -72,7 +82,9 @@ class Tap:
 
 
 class Functions(TorchFunctionMode):
-    """A mode in which ``replace`` is called in place of each torch function; it returns NotImplemented to run the function."""
+    """A mode in which ``replace`` is called in place of each torch function; it returns
+    NotImplemented to run the function.
+    """
 
     def __init__(self, replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
@@ -90,7 +102,8 @@ def routing_tap(mlp: Any, site: str, layer: int, architecture: str) -> Tap:
 
 
 def heads_tap(z: Tap, architecture: str) -> Tap:
-    """Makes the tap of each head's part of attention's output, from the tap at the output projection that reads z.
+    """Makes the tap of each head's part of attention's output, from the tap at the output
+    projection that reads z.
 
     Raises:
         UnsupportedError: The projection's weight cannot be split by heads.
@@ -105,16 +118,25 @@ def heads_tap(z: Tap, architecture: str) -> Tap:
 
 
 LAST, BEHIND = 1, 2
-"""Ranks of hooks that run after all others of a module: LAST for those that only look, BEHIND for the end of a pass."""
+"""Ranks of hooks that run after all others of a module: LAST for those that only look, BEHIND for
+the end of a pass.
+"""
 
 
 def own_hook(
-    module: nn.Module, hook: Callable[..., Any], side: str, *, first: bool = False, always_call: bool = False, rank: int = 0
+    module: nn.Module,
+    hook: Callable[..., Any],
+    side: str,
+    *,
+    first: bool = False,
+    always_call: bool = False,
+    rank: int = 0,
 ) -> RemovableHandle:
-    """Registers a hook of kvinterp's, which runs for this module and no copy of it, and which Dynamo does not trace.
+    """Registers a hook of kvinterp's, which runs for this module and no copy of it, and which
+    Dynamo does not trace.
 
-    A deep copy of a module has the hooks of the original. A hook that a copy calls removes itself from the copy and does
-    nothing else.
+    A deep copy of a module has the hooks of the original. A hook that a copy calls removes itself
+    from the copy and does nothing else.
 
     Args:
         module: The module.
@@ -132,15 +154,21 @@ def own_hook(
         return hook(caller, *arguments)
 
     # Without Dynamo there is nothing to keep from tracing, and importing it takes seconds.
-    registered: Any = torch.compiler.disable(run_hook) if "torch._dynamo" in sys.modules else run_hook
+    registered: Any = (
+        torch.compiler.disable(run_hook) if "torch._dynamo" in sys.modules else run_hook
+    )
     registered.rank = rank
     if side == "input":
         return module.register_forward_pre_hook(registered, prepend=first, with_kwargs=True)
-    return module.register_forward_hook(registered, prepend=first, with_kwargs=True, always_call=always_call)
+    return module.register_forward_hook(
+        registered, prepend=first, with_kwargs=True, always_call=always_call
+    )
 
 
 def sort_hooks(module: nn.Module) -> None:
-    """Sorts a module's hooks by rank: a user's hook that was added later runs before those of kvinterp that only look."""
+    """Sorts a module's hooks by rank: a user's hook that was added later runs before those of
+    kvinterp that only look.
+    """
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         ranks = {key: getattr(hook, "rank", 0) for key, hook in hooks.items()}
         ordered = sorted(ranks, key=lambda key: ranks[key])
@@ -149,7 +177,9 @@ def sort_hooks(module: nn.Module) -> None:
 
 
 def stream_hook(change: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]:
-    """Makes a pre-hook that replaces the residual stream, a module's first argument, by what ``change`` returns."""
+    """Makes a pre-hook that replaces the residual stream, a module's first argument, by what
+    ``change`` returns.
+    """
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         name = "" if args else _stream_name(kwargs)
@@ -162,18 +192,28 @@ def stream_hook(change: Callable[[Tensor], Tensor | None]) -> Callable[..., Any]
 
 
 def _stream_name(kwargs: dict[str, Any]) -> str:
-    """The name of the argument that is the residual stream, where a module is called with named arguments only."""
-    floats = (name for name, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point())
+    """The name of the argument that is the residual stream, where a module is called with named
+    arguments only.
+    """
+    floats = (
+        name
+        for name, value in kwargs.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    )
     return "hidden_states" if "hidden_states" in kwargs else next(floats, "hidden_states")
 
 
 def first_of(output: Any) -> Any:
-    """Returns the first value of a module's output: blocks return a tuple (the old OpenAI GPT's a list) or a tensor alone."""
+    """Returns the first value of a module's output: blocks return a tuple (the old OpenAI GPT's a
+    list) or a tensor alone.
+    """
     return output[0] if isinstance(output, tuple | list) and output else output
 
 
 def put_first(output: Any, new: Any) -> Any:
-    """Returns a module's output with another tensor in the place of :func:`first_of`; None for None."""
+    """Returns a module's output with another tensor in the place of :func:`first_of`; None for
+    None.
+    """
     return (new, *output[1:]) if new is not None and isinstance(output, tuple | list) else new
 
 
@@ -184,13 +224,15 @@ def tap_hooks(
     rows: Callable[[], str] = lambda: "all",
     rank: int = 0,
 ) -> list[Any]:
-    """Hooks a tap's module: ``emit`` is called with the raw tensor, and what it returns is put in the tensor's place.
+    """Hooks a tap's module: ``emit`` is called with the raw tensor, and what it returns is put in
+    the tensor's place.
 
     Args:
         tap: The place of the site.
         site: Its name.
         emit: Called with the raw tensor.
-        rows: For derived sites: returns which query positions to compute, ``"all"``, the ``"newest"`` alone, or ``"none"``.
+        rows: For derived sites: returns which query positions to compute, ``"all"``, the
+            ``"newest"`` alone, or ``"none"``.
         rank: As in :func:`own_hook`.
     """
     if tap.side == "softmax":
@@ -203,14 +245,19 @@ def tap_hooks(
     if tap.side == "heads":
         return _head_hooks(tap, emit, rows)
     if tap.side == "routing":
-        return _mode_hooks(tap.module, lambda stream: _routing_mode(site, tap.experts, stream.shape[:-1], emit), rank)
+        return _mode_hooks(
+            tap.module,
+            lambda stream: _routing_mode(site, tap.experts, stream.shape[:-1], emit),
+            rank,
+        )
     if tap.side == "input":
         return [own_hook(tap.module, stream_hook(emit), "input", rank=rank)]
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         raw, stream = first_of(output), args[0] if args else None
         if isinstance(stream, Tensor) and raw.dim() == 2 and stream.dim() == 3:
-            # Experts may return one row a token; ``emit`` receives ``[batch, position, width]`` all the same.
+            # Experts may return one row a token; ``emit`` receives ``[batch, position, width]`` all
+            # the same.
             new = emit(raw.unflatten(0, stream.shape[:2]))
             new = None if new is None else new.flatten(0, 1)
         else:
@@ -220,15 +267,23 @@ def tap_hooks(
     return [own_hook(tap.module, after, "output", rank=rank)]
 
 
-def in_order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call of a torch function, with a named ``input`` moved to its place, the first."""
+def in_order(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of a torch function, with a named ``input`` moved to its place, the
+    first.
+    """
     if "input" not in kwargs:
         return args, kwargs
-    return (kwargs["input"], *args), {name: value for name, value in kwargs.items() if name != "input"}
+    return (kwargs["input"], *args), {
+        name: value for name, value in kwargs.items() if name != "input"
+    }
 
 
 def _softmax_mode(site: str, emit: Callable[[Tensor], Tensor | None]) -> Functions:
-    """Makes a mode that emits the input or the output of the softmax that runs inside one attention module."""
+    """Makes a mode that emits the input or the output of the softmax that runs inside one attention
+    module.
+    """
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in (torch.softmax, nn.functional.softmax, Tensor.softmax):
@@ -245,8 +300,12 @@ def _softmax_mode(site: str, emit: Callable[[Tensor], Tensor | None]) -> Functio
     return Functions(run)
 
 
-def _sdpa_mode(site: str, heads: int, emit: Callable[[Tensor], Tensor | None], rows: Callable[[], str]) -> Functions:
-    """Makes a mode that derives a site from the arguments of the SDPA inside one attention module, and changes none of them."""
+def _sdpa_mode(
+    site: str, heads: int, emit: Callable[[Tensor], Tensor | None], rows: Callable[[], str]
+) -> Functions:
+    """Makes a mode that derives a site from the arguments of the SDPA inside one attention module,
+    and changes none of them.
+    """
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         queries = rows() if func is SDPA else "none"
@@ -254,31 +313,36 @@ def _sdpa_mode(site: str, heads: int, emit: Callable[[Tensor], Tensor | None], r
             query, key, _, mask, is_causal, scale = sdpa_arguments(*args, **kwargs)
             kv_heads, group = query.shape[1:3]
             if kv_heads != heads and kv_heads * group == heads:
-                # A single token's query heads were packed as rows of the KV head that they share: transformers does so where its
-                # cache is masked, ``[batch, kv_head, query_head_of_it, dim]``.
+                # A single token's query heads were packed as rows of the KV head that they share:
+                # transformers does so where its cache is masked,
+                # ``[batch, kv_head, query_head_of_it, dim]``.
                 if mask is not None and mask.dim() == 4 and mask.shape[1:3] == (kv_heads, group):
                     mask = rearrange(mask, "batch kv_head group key -> batch (kv_head group) 1 key")
                 query = rearrange(query, "batch kv_head group dim -> batch (kv_head group) 1 dim")
-                key = repeat(key, "batch kv_head key dim -> batch (kv_head group) key dim", group=group)
+                key = repeat(
+                    key, "batch kv_head key dim -> batch (kv_head group) key dim", group=group
+                )
             emit(derived_attention(site, query, key, mask, is_causal, scale, queries))
         return NotImplemented
 
     return Functions(run)
 
 
-# Routers: where a mixture of experts chooses ----------------------------------------------------------------------------
+# Routers: where a mixture of experts chooses ------------------------------------------------------
 
-# Each architecture returns the router's result in a tuple of its own and makes weights of it in its own way (softmax before or
-# after the choice, sigmoid with a bias, groups). All of them compute a product with as many columns as there are experts, and
-# after it a ``topk`` over as many columns, which is the choice. So the hooks listen to these two calls; logits can be replaced,
-# a choice can only be read.
+# Each architecture returns the router's result in a tuple of its own and makes weights of it in its
+# own way (softmax before or after the choice, sigmoid with a bias, groups). All of them compute a
+# product with as many columns as there are experts, and after it a ``topk`` over as many columns,
+# which is the choice. So the hooks listen to these two calls; logits can be replaced, a choice can
+# only be read.
 
 ROUTERS = ("gate", "router", "W_gate")
 """The names of the module whose rows are the experts."""
 
 
 def router_of(mlp: Any) -> nn.Module | None:
-    """Finds the router of an MLP, a module with a weight ``[expert, width]`` beside the experts; None where there is none.
+    """Finds the router of an MLP, a module with a weight ``[expert, width]`` beside the experts;
+    None where there is none.
 
     A bridge calls the gate of a gated MLP ``gate`` too, where there are no experts.
     """
@@ -286,7 +350,10 @@ def router_of(mlp: Any) -> nn.Module | None:
     for part in parts if any(hasattr(part, "experts") for part in parts) else ():
         for name in ROUTERS:
             router = getattr(part, name, None)
-            if isinstance(router, nn.Module) and getattr(getattr(router, "weight", None), "ndim", 0) == 2:
+            if (
+                isinstance(router, nn.Module)
+                and getattr(getattr(router, "weight", None), "ndim", 0) == 2
+            ):
                 return router
     return None
 
@@ -306,13 +373,18 @@ def experts_in(mlp: Any, site: str, layer: int, architecture: str) -> int:
     return router.weight.shape[0]
 
 
-def _routing_mode(site: str, experts: int, rows: torch.Size, emit: Callable[[Tensor], Tensor | None]) -> Functions:
-    """Makes a mode that emits the router's logits, or its choice, once inside one MLP of ``rows``, ``[batch, position]``."""
+def _routing_mode(
+    site: str, experts: int, rows: torch.Size, emit: Callable[[Tensor], Tensor | None]
+) -> Functions:
+    """Makes a mode that emits the router's logits, or its choice, once inside one MLP of ``rows``,
+    ``[batch, position]``.
+    """
     emitted = False
 
     def emit_rows(columns: Tensor, tensor: Tensor) -> Tensor | None:
         nonlocal emitted
-        # One row a token. Architectures that choose groups of experts first do that by a tensor of one dimension more.
+        # One row a token. Architectures that choose groups of experts first do that by a tensor of
+        # one dimension more.
         if emitted or columns.shape != (rows.numel(), experts):
             return None
         emitted = True
@@ -330,7 +402,7 @@ def _routing_mode(site: str, experts: int, rows: torch.Size, emit: Callable[[Ten
     return Functions(run)
 
 
-# Modes: what is entered around a module, or around its attention function alone ---------------------------------------------
+# Modes: what is entered around a module, or around its attention function alone -------------------
 
 _MODES: dict[int, list[Functions]] = {}
 """The modes to enter around a module's attention function, by the module's id."""
@@ -339,19 +411,29 @@ _RUNNING: set[int] = set()
 
 
 def _uses_interface(module: nn.Module) -> bool:
-    """Whether a module gets its SDPA from transformers' attention interface, which its own file leaves as it is."""
+    """Whether a module gets its SDPA from transformers' attention interface, which its own file
+    leaves as it is.
+    """
     forward = inspect.unwrap(type(module).forward)
     interface = getattr(forward, "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS")
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return interface is not None and "ALL_ATTENTION_FUNCTIONS" in names and interface["sdpa"] is type(interface)()["sdpa"]
+    return (
+        interface is not None
+        and "ALL_ATTENTION_FUNCTIONS" in names
+        and interface["sdpa"] is type(interface)()["sdpa"]
+    )
 
 
 def _attention_hook(module: nn.Module, mode: Functions) -> Any:
-    """Enters a mode around a module's attention function alone, which calls few torch functions; returns a handle."""
+    """Enters a mode around a module's attention function alone, which calls few torch functions;
+    returns a handle.
+    """
     from transformers import AttentionInterface
 
     if not _MODES:
-        AttentionInterface.register("sdpa", functools.partial(_attend_in_modes, AttentionInterface()["sdpa"]))
+        AttentionInterface.register(
+            "sdpa", functools.partial(_attend_in_modes, AttentionInterface()["sdpa"])
+        )
     _MODES.setdefault(id(module), []).append(mode)
 
     def remove() -> None:
@@ -366,7 +448,9 @@ def _attention_hook(module: nn.Module, mode: Functions) -> Any:
     return types.SimpleNamespace(remove=remove)
 
 
-def _attend_in_modes(attention: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _attend_in_modes(
+    attention: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     """Runs an attention function within the modes of the module that calls it."""
     modes = _MODES.get(id(module), ())
     # A function that a user registered meanwhile may call this one from within itself.
@@ -381,13 +465,16 @@ def _attend_in_modes(attention: Callable[..., Any], module: nn.Module, *args: An
 
 
 @contextlib.contextmanager
-def wrapping_methods(modules: Sequence[nn.Module], name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+def wrapping_methods(
+    modules: Sequence[nn.Module], name: str, wrapper: Callable[..., Any]
+) -> Iterator[None]:
     """Wraps a method of several modules for as long as the context lasts.
 
     Args:
         modules: The modules.
         name: The method.
-        wrapper: Called with the number of the module among these, the method itself and the arguments of the call.
+        wrapper: Called with the number of the module among these, the method itself and the
+            arguments of the call.
     """
     # Straight into __dict__: a bridge's modules pass attributes that are set on to what they wrap.
     before = [vars(module).get(name) for module in modules]
@@ -395,7 +482,9 @@ def wrapping_methods(modules: Sequence[nn.Module], name: str, wrapper: Callable[
         for number, module in enumerate(modules):
             own = getattr(module, name)
             # Whoever asks for its signature, as generate() does, is told the method's.
-            vars(module)[name] = functools.update_wrapper(functools.partial(wrapper, number, own), own)
+            vars(module)[name] = functools.update_wrapper(
+                functools.partial(wrapper, number, own), own
+            )
         yield
     finally:
         for module, method in zip(modules, before, strict=True):
@@ -410,7 +499,9 @@ def _mode_hooks(
     make_mode: Callable[[Any], contextlib.AbstractContextManager[Any]],
     rank: int = 0,
 ) -> list[Any]:
-    """Enters a mode around one module, inside which alone scores and pattern, or a router's choice, can be seen."""
+    """Enters a mode around one module, inside which alone scores and pattern, or a router's choice,
+    can be seen.
+    """
     open_modes: list[contextlib.AbstractContextManager[Any]] = []
 
     def close() -> None:
@@ -425,12 +516,19 @@ def _mode_hooks(
     def leave(*_: Any) -> None:
         close()
 
-    around = own_hook(module, enter, "input", rank=rank), own_hook(module, leave, "output", always_call=True, rank=rank)
+    around = (
+        own_hook(module, enter, "input", rank=rank),
+        own_hook(module, leave, "output", always_call=True, rank=rank),
+    )
     return [*around, Closing(close)]
 
 
-def _head_hooks(tap: Tap, emit: Callable[[Tensor], Tensor | None], rows: Callable[[], str]) -> list[Any]:
-    """Emits what each head adds to the sum of an output projection, computed beside it; a change is added to the sum."""
+def _head_hooks(
+    tap: Tap, emit: Callable[[Tensor], Tensor | None], rows: Callable[[], str]
+) -> list[Any]:
+    """Emits what each head adds to the sum of an output projection, computed beside it; a change is
+    added to the sum.
+    """
     outputs: list[Tensor] = []
     source = tap.z
 
@@ -448,12 +546,22 @@ def _head_hooks(tap: Tap, emit: Callable[[Tensor], Tensor | None], rows: Callabl
         if (queries := rows()) == "none":
             return None
         z = outputs.pop() if source is not None else args[0] if args else kwargs["input"]
-        z = z if z.dim() == 4 else rearrange(z, "batch position (head dim) -> batch position head dim", head=tap.heads)
+        z = (
+            z
+            if z.dim() == 4
+            else rearrange(
+                z, "batch position (head dim) -> batch position head dim", head=tap.heads
+            )
+        )
         weight = module.W_O if hasattr(module, "W_O") else module.weight
         if not hasattr(module, "W_O") and type(module).__name__ != "Conv1D":
             weight = weight.T
         # What is only looked at does not run in a path's kernels.
-        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.autocast(z.device.type, enabled=False):
+        with (
+            torch._C.DisableTorchFunction(),
+            _disable_current_modes(),
+            torch.autocast(z.device.type, enabled=False),
+        ):
             # TransformerLens's W_O has the heads apart already.
             by_head = weight.reshape(z.shape[2], z.shape[3], -1).to(z)
             heads = torch.einsum("bphd,hdm->bphm", z[:, -1:] if queries == "newest" else z, by_head)
@@ -465,17 +573,21 @@ def _head_hooks(tap: Tap, emit: Callable[[Tensor], Tensor | None], rows: Callabl
 
 
 class Closing:
-    """A handle that closes what an interruption left open: torch calls hooks after an error, not after a KeyboardInterrupt."""
+    """A handle that closes what an interruption left open: torch calls hooks after an error, not
+    after a KeyboardInterrupt.
+    """
 
     def __init__(self, close: Callable[[], None]) -> None:
         self.remove = close
 
 
-# Removing hooks and setting them aside -----------------------------------------------------------------------------------
+# Removing hooks and setting them aside ------------------------------------------------------------
 
 
 def remove_own_hooks(model: nn.Module) -> None:
-    """Removes kvinterp's hooks from a copy of a model that was made while something was recorded."""
+    """Removes kvinterp's hooks from a copy of a model that was made while something was
+    recorded.
+    """
     for module in model.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if _is_own(hook):
@@ -496,10 +608,18 @@ def _remove_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def hooks_suspended(model: nn.Module, users: str = "suspended") -> Iterator[None]:
-    """Suspends all forward hooks while the context lasts, or all but the user's (``"kept"``); hooks added inside stay."""
-    saved = [(m, name, m.__dict__[name]) for m in model.modules() for name in ("_forward_hooks", "_forward_pre_hooks")]
+    """Suspends all forward hooks while the context lasts, or all but the user's (``"kept"``); hooks
+    added inside stay.
+    """
+    saved = [
+        (m, name, m.__dict__[name])
+        for m in model.modules()
+        for name in ("_forward_hooks", "_forward_pre_hooks")
+    ]
     # The modes around attention functions are no hooks of torch's.
-    modes = {id(module): _MODES.pop(id(module)) for module in model.modules() if id(module) in _MODES}
+    modes = {
+        id(module): _MODES.pop(id(module)) for module in model.modules() if id(module) in _MODES
+    }
     try:
         for module, name, hooks in saved:
             module.__dict__[name] = type(hooks)(

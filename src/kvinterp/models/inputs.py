@@ -1,4 +1,6 @@
-"""Checks what users pass in (prompts, tokens, layers, heads, steps), once and before anything runs."""
+"""Checks what users pass in (prompts, tokens, layers, heads, steps), once and before anything
+runs.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,12 @@ if TYPE_CHECKING:
 _GENERATOR = re.compile(rf"({'|'.join(TASKS)}):\d+(:\d+)?")
 
 
-# Layers, heads and steps ------------------------------------------------------------------------------------------------
+# Layers, heads and steps --------------------------------------------------------------------------
 
 
 def chosen_layers(adapter: Adapter, layers: Iterable[int] | int | None) -> tuple[int, ...]:
-    """Checks layer numbers and returns them; all layers for None. Negative numbers count from the last.
+    """Checks layer numbers and returns them; all layers for None. Negative numbers count from the
+    last.
 
     Raises:
         InputError: A layer does not exist.
@@ -38,9 +41,13 @@ def chosen_layers(adapter: Adapter, layers: Iterable[int] | int | None) -> tuple
         return tuple(range(count))
     items: Any = layers if whole_number(layers) is None else [layers]
     items = given_list("layers", items, "numbers as in (0, 2), or None for all")
-    numbers = _existing("layer", items, -count, count, f"{adapter.facts.name} has layers 0 to {count - 1}.")
+    numbers = _existing(
+        "layer", items, -count, count, f"{adapter.facts.name} has layers 0 to {count - 1}."
+    )
     if not numbers:
-        raise InputError("an empty list of layers was given: name at least one, or leave it out for all of them.")
+        raise InputError(
+            "an empty list of layers was given: name at least one, or leave it out for all of them."
+        )
     return tuple(dict.fromkeys(number % count for number in numbers))
 
 
@@ -60,7 +67,9 @@ def chosen_heads(heads: Iterable[int] | None, count: int, what: str) -> tuple[in
     items = given_list(f"{what}s", heads, "a list of whole numbers, or None for all")
     numbers = _existing(what, items, 0, count, f"this model has {what}s 0 to {count - 1}.")
     if not numbers:
-        raise InputError(f"an empty list of {what}s was given: name at least one, or leave it out to keep all of them.")
+        raise InputError(
+            f"an empty list of {what}s was given: name at least one, or leave it out to keep all of them."
+        )
     return tuple(dict.fromkeys(numbers))
 
 
@@ -74,8 +83,12 @@ def chosen_steps(steps: Iterable[int]) -> tuple[int, ...]:
     return _existing("step", items, 0, math.inf, "steps are numbered 0, 1, 2, ...")
 
 
-def _existing(what: str, items: Iterable[object], first: int, end: float, there_are: str) -> tuple[int, ...]:
-    """Checks that each item is a whole number from ``first`` on and before ``end``; returns the numbers."""
+def _existing(
+    what: str, items: Iterable[object], first: int, end: float, there_are: str
+) -> tuple[int, ...]:
+    """Checks that each item is a whole number from ``first`` on and before ``end``; returns the
+    numbers.
+    """
     numbers = []
     for item in items:
         number = whole_number(item)
@@ -85,19 +98,21 @@ def _existing(what: str, items: Iterable[object], first: int, end: float, there_
     return tuple(numbers)
 
 
-# Prompts and tokens -------------------------------------------------------------------------------------------------------
+# Prompts and tokens -------------------------------------------------------------------------------
 
 
 def listed(prompts: Any, tokenizer: Any = None) -> tuple[list[Any], bool]:
     """Makes a list of prompts, and says whether there was a single one.
 
     Args:
-        prompts: A text, a :class:`Prompt` or token ids; or a list of these; or a tensor or array of token ids, of one
-            dimension for one prompt or of two for several, whose padding is removed.
+        prompts: A text, a :class:`Prompt` or token ids; or a list of these; or a tensor or array of
+            token ids, of one dimension for one prompt or of two for several, whose padding is
+            removed.
         tokenizer: The tokenizer whose pad token pads them.
 
     Raises:
-        InputError: They are none of these, there is none, or it is unclear which tokens are padding.
+        InputError: They are none of these, there is none, or it is unclear which tokens are
+            padding.
     """
     if isinstance(prompts, str | Prompt):
         return [prompts], True
@@ -117,17 +132,32 @@ def listed(prompts: Any, tokenizer: Any = None) -> tuple[list[Any], bool]:
 
 
 def pads_without_mask(adapter: Adapter, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Says that rows begin with pad tokens and no mask tells the model so; empty where that is not so, or cannot be told.
+    """Says that rows begin with pad tokens and no mask tells the model so; empty where that is not
+    so, or cannot be told.
 
     Args:
         adapter: The model.
         args: What its forward was called with.
         kwargs: The same by name.
     """
-    tokens = next((value for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("input")) if value is not None), None)
-    if kwargs.get("attention_mask") is not None or any(isinstance(value, Tensor) for value in args[1:]):
+    tokens = next(
+        (
+            value
+            for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("input"))
+            if value is not None
+        ),
+        None,
+    )
+    if kwargs.get("attention_mask") is not None or any(
+        isinstance(value, Tensor) for value in args[1:]
+    ):
         return ""
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or tokens.shape[1] < 2:
+    if (
+        not isinstance(tokens, Tensor)
+        or tokens.dim() != 2
+        or tokens.is_floating_point()
+        or tokens.shape[1] < 2
+    ):
         return ""
     tokenizer = adapter.tokenizer
     # A model of TransformerLens makes the mask itself where its tokenizer pads on the left.
@@ -152,12 +182,19 @@ def leading_pads(adapter: Adapter, tokens: Tensor) -> list[int]:
     A token that begins every text, or ends the one before it, is no padding where each row has one.
     """
     leading, least = _leading_pads(adapter, tokens)
-    begins = _special(adapter, "pad_token_id") in (_special(adapter, "bos_token_id"), _special(adapter, "eos_token_id"))
-    return [number - least * begins if number > least else 0 for number in leading] or [0] * len(tokens)
+    begins = _special(adapter, "pad_token_id") in (
+        _special(adapter, "bos_token_id"),
+        _special(adapter, "eos_token_id"),
+    )
+    return [number - least * begins if number > least else 0 for number in leading] or [0] * len(
+        tokens
+    )
 
 
 def _leading_pads(adapter: Adapter, tokens: Tensor) -> tuple[list[int], int]:
-    """How many pad tokens each row begins with, and how many of these may be no padding; nothing where none is a pad token."""
+    """How many pad tokens each row begins with, and how many of these may be no padding; nothing
+    where none is a pad token.
+    """
     pad, bos, eos = (_special(adapter, f"{name}_token_id") for name in ("pad", "bos", "eos"))
     if pad is None:
         return [], 0
@@ -181,15 +218,18 @@ def left_padded(adapter: Adapter, rows: Sequence[Sequence[int]]) -> tuple[Tensor
 def _special(adapter: Adapter, name: str) -> int | None:
     """A special token's id, of the tokenizer or else of the model's config."""
     holders = (adapter.tokenizer, getattr(adapter.model, "generation_config", None), adapter.config)
-    found = next((value for holder in holders if (value := getattr(holder, name, None)) is not None), None)
+    found = next(
+        (value for holder in holders if (value := getattr(holder, name, None)) is not None), None
+    )
     return found if isinstance(found, int) else None
 
 
 def _without_padding(rows: list[list[Any]], tokenizer: Any) -> list[list[Any]]:
-    """Removes the pad tokens with which ``to_tokens`` and tokenizers make the rows of a batch equally long.
+    """Removes the pad tokens with which ``to_tokens`` and tokenizers make the rows of a batch
+    equally long.
 
-    Pad tokens are padding where other rows have fewer of them. Where the same token also begins texts (at the right: ends
-    them), every row keeps one.
+    Pad tokens are padding where other rows have fewer of them. Where the same token also begins
+    texts (at the right: ends them), every row keeps one.
     """
     pad = getattr(tokenizer, "pad_token_id", None)
     if pad is None:
@@ -197,7 +237,10 @@ def _without_padding(rows: list[list[Any]], tokenizer: Any) -> list[list[Any]]:
     cuts: list[list[int]] = []
     unclear = False
     for direction, name in ((1, "bos_token_id"), (-1, "eos_token_id")):
-        runs = [sum(1 for _ in itertools.takewhile(lambda token: token == pad, row[::direction])) for row in rows]
+        runs = [
+            sum(1 for _ in itertools.takewhile(lambda token: token == pad, row[::direction]))
+            for row in rows
+        ]
         special = int(getattr(tokenizer, name, None) == pad)
         padded = len(set(runs)) > 1
         unclear |= padded and (min(runs) != special or any(map(any, cuts)))
@@ -221,14 +264,17 @@ def encode(adapter: Adapter, prompt: Any, max_new_tokens: int) -> list[int]:
     Args:
         adapter: The model.
         prompt: A text, a :class:`Prompt`, or token ids.
-        max_new_tokens: Tokens that will be decided; the last of them is not fed, so it needs no position.
+        max_new_tokens: Tokens that will be decided; the last of them is not fed, so it needs no
+            position.
 
     Raises:
         InputError: There is nothing to run, or it does not fit.
     """
     max_new_tokens = check_whole("max_new_tokens", max_new_tokens)
     if isinstance(prompt, str) and (_GENERATOR.fullmatch(prompt) or names_source(prompt)):
-        raise InputError(f"prompt {prompt!r} names a generator: give kv.load_prompts({prompt!r}), which makes the prompts.")
+        raise InputError(
+            f"prompt {prompt!r} names a generator: give kv.load_prompts({prompt!r}), which makes the prompts."
+        )
     text = prompt.text if isinstance(prompt, Prompt) else prompt
     if isinstance(text, str):
         tokens, begins = prompt_ids(adapter, prompt), repr(text[:40])
@@ -264,7 +310,9 @@ def checked_continuation(continuation: Any, prompts: int, adapter: Adapter) -> l
     if continuation is None:
         return None
     if prompts != 1:
-        raise InputError(f"continuation was given with {prompts} prompts: give one prompt at a time with it.")
+        raise InputError(
+            f"continuation was given with {prompts} prompts: give one prompt at a time with it."
+        )
     tokens = _checked_ids(continuation, "continuation")
     if (wrong := _not_in_vocabulary(tokens, adapter.facts.vocabulary)) is not None:
         raise InputError(
@@ -287,11 +335,15 @@ def _checked_ids(ids: object, what: str) -> list[int]:
     if isinstance(rows, Sequence) and rows and all(isinstance(row, list | tuple) for row in rows):
         # to_tokens and tokenizers return one prompt as [1, position].
         if len(rows) > 1:
-            raise InputError(f"{what} holds {len(rows)} rows, each a prompt: give one, such as tokens[:1].")
+            raise InputError(
+                f"{what} holds {len(rows)} rows, each a prompt: give one, such as tokens[:1]."
+            )
         ids = rows[0]
     tokens = token_ids(ids)
     if tokens is None:
-        raise InputError(f"{what} {shown(ids)} was given: expected whole numbers, the ids of tokens.")
+        raise InputError(
+            f"{what} {shown(ids)} was given: expected whole numbers, the ids of tokens."
+        )
     return tokens
 
 

@@ -51,22 +51,25 @@ def load_model(
     """Loads a model, weights unprocessed, ready for every verb.
 
     Args:
-        name: ``"zoo:mistral-mini"``, ``"real:smollm2-135m"``, a local transformers checkpoint folder, a GGUF file (whose weights
-            are dequantised), or a hub id.
-        kind: ``"native"``, ``"hooked"``, ``"bridge"``, or ``"transformer_lens"`` for whichever of the last two the installed
-            TransformerLens has; the adapter's ``kind`` says which.
+        name: ``"zoo:mistral-mini"``, ``"real:smollm2-135m"``, a local transformers checkpoint
+            folder, a GGUF file (whose weights are dequantised), or a hub id.
+        kind: ``"native"``, ``"hooked"``, ``"bridge"``, or ``"transformer_lens"`` for whichever of
+            the last two the installed TransformerLens has; the adapter's ``kind`` says which.
         dtype: float16, bfloat16, float32 or float64 (default: float16).
         device: Where it runs (default: CUDA where there is one, else the CPU).
-        attention: For native only: ``"sdpa"``, ``"eager"`` (needed to patch patterns), or another implementation
-            transformers knows (default: its own choice, SDPA where the architecture has it).
-        remote_code: ``"refuse"`` (default) or ``"trust"``: whether code that comes with a checkpoint may run.
+        attention: For native only: ``"sdpa"``, ``"eager"`` (needed to patch patterns), or another
+            implementation transformers knows (default: its own choice, SDPA where the architecture
+            has it).
+        remote_code: ``"refuse"`` (default) or ``"trust"``: whether code that comes with a
+            checkpoint may run.
 
     Returns:
         The model as an adapter; ``.model`` is the model itself.
 
     Raises:
         InputError: The name, kind, dtype, device or attention does not exist.
-        UnsupportedError: This kind cannot run this architecture; the message names the kinds that can.
+        UnsupportedError: This kind cannot run this architecture; the message names the kinds that
+            can.
     """
     dtype, device = check_loadable(kind, attention, dtype, device)
     check_known("remote_code", remote_code, ("refuse", "trust"))
@@ -80,7 +83,14 @@ def load_model(
     first = " (importing TransformerLens first takes seconds)" * (
         kind != "native" and "transformer_lens" not in sys.modules
     )
-    log.info("loading %s as %s in %s on %s%s", name, kind, str(dtype).removeprefix("torch."), device, first)
+    log.info(
+        "loading %s as %s in %s on %s%s",
+        name,
+        kind,
+        str(dtype).removeprefix("torch."),
+        device,
+        first,
+    )
     adapter: Adapter
     if kind == "hooked":
         with reading_once(folder):
@@ -106,7 +116,9 @@ def load_model(
 
 
 def resolved_kind(kind: str) -> str:
-    """Resolves ``transformer_lens`` to ``hooked`` or ``bridge``, whichever the installed TransformerLens has."""
+    """Resolves ``transformer_lens`` to ``hooked`` or ``bridge``, whichever the installed
+    TransformerLens has.
+    """
     if kind != "transformer_lens":
         return kind
     from kvinterp.models.convert import hooked_class
@@ -124,10 +136,12 @@ def check_loadable(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
 ) -> tuple[torch.dtype, torch.device]:
-    """Checks the options of :func:`load_model` and returns the dtype and the device that they stand for.
+    """Checks the options of :func:`load_model` and returns the dtype and the device that they stand
+    for.
 
     Raises:
-        InputError: One of them does not exist, or the attention was given for another kind than native.
+        InputError: One of them does not exist, or the attention was given for another kind than
+            native.
     """
     check_known("kind", kind, KINDS)
     if attention is not None and kind != "native":
@@ -144,25 +158,37 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
     """Makes an adapter of a model that the user already has, without changing the model.
 
     Args:
-        model: A HookedTransformer, a TransformerBridge, a transformers decoder, an adapter (returned as it is), or a wrapper of
-            one of these (DistributedDataParallel, a PeftModel with LoRA). A wrapper's inner model is used where both give the
-            same logits on a few tokens, bit for bit.
-        tokenizer: Its tokenizer, if it has none with it; an adapter has its own. A model that was loaded or wrapped with one
-            before is found to have that one.
+        model: A HookedTransformer, a TransformerBridge, a transformers decoder, an adapter
+            (returned as it is), or a wrapper of one of these (DistributedDataParallel, a PeftModel
+            with LoRA). A wrapper's inner model is used where both give the same logits on a few
+            tokens, bit for bit.
+        tokenizer: Its tokenizer, if it has none with it; an adapter has its own. A model that was
+            loaded or wrapped with one before is found to have that one.
         name: A name for tables.
 
     Raises:
-        InputError: It is none of these, or a wrapper that computes something else than its inner model.
+        InputError: It is none of these, or a wrapper that computes something else than its inner
+            model.
     """
     if isinstance(model, Adapter):
-        for option, value, current in (("tokenizer", tokenizer, model.tokenizer), ("name", name, model.facts.name)):
+        for option, value, current in (
+            ("tokenizer", tokenizer, model.tokenizer),
+            ("name", name, model.facts.name),
+        ):
             if value is not current:
-                check_unread(option, value, None, f"an adapter has its own; give kv.wrap(adapter.model, {option}=...)")
+                check_unread(
+                    option,
+                    value,
+                    None,
+                    f"an adapter has its own; give kv.wrap(adapter.model, {option}=...)",
+                )
         return model
     if name is not None:
         check_text("name", name, "'my-model'")
     if tokenizer is not None and not callable(tokenizer):
-        raise unexpected("tokenizer", tokenizer, "a tokenizer of transformers, which is called with a text")
+        raise unexpected(
+            "tokenizer", tokenizer, "a tokenizer of transformers, which is called with a text"
+        )
     classes = _class_names(model)
     if "HookedTransformer" in classes:
         from kvinterp.models.hooked import HookedAdapter
@@ -190,7 +216,9 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
             f"(model._orig_mod, a {type(model._orig_mod).__name__})."
         )
     if isinstance(model, str):
-        raise InputError(f"a name was given where a model is expected: give kv.load_model({model!r}).")
+        raise InputError(
+            f"a name was given where a model is expected: give kv.load_model({model!r})."
+        )
     path, inner = _inner_model(model)
     if inner is None:
         raise InputError(
@@ -204,30 +232,43 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> Adapter:
             f"cannot wrap a {what}: {difference} {inside}, so that this one alone would not be what you run; give "
             f"model.{path} to look at that without what the {what} adds."
         )
-    log.info("a %s is run as %s (model.%s): on a few tokens both give the same logits, bit for bit", what, inside, path)
+    log.info(
+        "a %s is run as %s (model.%s): on a few tokens both give the same logits, bit for bit",
+        what,
+        inside,
+        path,
+    )
     return adapter
 
 
 def _class_names(model: Any) -> set[str]:
-    """The names of a model's class and its bases, which need no import of the library that defines them."""
+    """The names of a model's class and its bases, which need no import of the library that defines
+    them.
+    """
     return {base.__name__ for base in type(model).__mro__}
 
 
 def _inner_model(model: Any) -> tuple[str, nn.Module | None]:
-    """Finds the outermost model of a known kind within somebody's wrapper, and the path of attributes to it."""
+    """Finds the outermost model of a known kind within somebody's wrapper, and the path of
+    attributes to it.
+    """
     parts = {"": model} if isinstance(model, nn.Module) else dict(getattr(model, "__dict__", {}))
     for attribute, part in parts.items():
         for name, module in part.named_modules() if isinstance(part, nn.Module) else ():
             classes = _class_names(module)
             decodes = "PreTrainedModel" in classes and module.get_output_embeddings() is not None
-            if module is not model and (decodes or classes & {"HookedTransformer", "TransformerBridge"}):
+            if module is not model and (
+                decodes or classes & {"HookedTransformer", "TransformerBridge"}
+            ):
                 return ".".join(filter(None, (attribute, name))), module
     return "", None
 
 
 @torch.no_grad()
 def _difference(wrapper: Any, inner: Adapter) -> str:
-    """Says how a wrapper's logits differ from its inner model's, as the beginning of a sentence; empty where they do not."""
+    """Says how a wrapper's logits differ from its inner model's, as the beginning of a sentence;
+    empty where they do not.
+    """
     tokens = torch.arange(2, 10, device=inner.device)[None] % inner.facts.vocabulary
     with hooks_suspended(inner.model), inner.left_as_found():
         expected = _logits(inner.model(tokens))
@@ -240,7 +281,9 @@ def _difference(wrapper: Any, inner: Adapter) -> str:
         shape = getattr(logits, "shape", type(logits).__name__)
         return f"for {tokens.shape[1]} tokens it gives {shape}, not logits of the shape of"
     largest = (logits.double() - expected.double()).abs().max().item()
-    return "" if torch.equal(logits, expected) else f"its logits differ by {largest:.2g} from those of"
+    return (
+        "" if torch.equal(logits, expected) else f"its logits differ by {largest:.2g} from those of"
+    )
 
 
 def _logits(output: Any) -> Any:
@@ -259,9 +302,13 @@ def device_named(device: str | torch.device | None) -> torch.device:
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise InputError(f"unknown device {shown(device)}: expected cpu, cuda or cuda:N.") from error
+        raise InputError(
+            f"unknown device {shown(device)}: expected cpu, cuda or cuda:N."
+        ) from error
     if place.type == "meta":
-        raise InputError("device 'meta' holds no numbers, so nothing can be computed there: use device='cpu' or 'cuda'.")
+        raise InputError(
+            "device 'meta' holds no numbers, so nothing can be computed there: use device='cpu' or 'cuda'."
+        )
     try:
         torch.empty(1, device=place)
     # Each backend has an error of its own for not being there.
@@ -279,29 +326,40 @@ def _check_decoder(model: Any, name: str | None) -> None:
     config = model.config
     what = type(model).__name__ if name is None else f"model {name} ({type(model).__name__})"
     if getattr(config, "is_encoder_decoder", False):
-        raise InputError(f"{what} is an encoder with a decoder, and kvinterp runs decoders alone: give a causal model.")
+        raise InputError(
+            f"{what} is an encoder with a decoder, and kvinterp runs decoders alone: give a causal model."
+        )
     masked = getattr(config, "model_type", "") in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if masked and not getattr(config, "is_decoder", False):
         raise InputError(
             f"{what} is no decoder, its tokens see the ones after them (config.is_decoder is false): give a causal model."
         )
     if model.get_output_embeddings() is None:
-        raise InputError(f"{what} has no language-model head and so no logits: give the model with one, ...ForCausalLM.")
+        raise InputError(
+            f"{what} has no language-model head and so no logits: give the model with one, ...ForCausalLM."
+        )
     if model.training:
-        raise InputError(f"{what} is in training mode, in which dropout changes what it computes: call model.eval() first.")
+        raise InputError(
+            f"{what} is in training mode, in which dropout changes what it computes: call model.eval() first."
+        )
 
 
-def _load_hooked(name: str, folder: Path | None, dtype: torch.dtype, device: torch.device, remote_code: str) -> Adapter:
+def _load_hooked(
+    name: str, folder: Path | None, dtype: torch.dtype, device: torch.device, remote_code: str
+) -> Adapter:
     from kvinterp.models.convert import convert_checkpoint, hooked_class, lay_out_for_products
     from kvinterp.models.hooked import HookedAdapter
 
     model_class: Any = hooked_class()
     if folder is not None:
-        # Only families that transformers has can be converted, so code that comes with the checkpoint is not needed.
+        # Only families that transformers has can be converted, so code that comes with the
+        # checkpoint is not needed.
         config = config_of(folder, name)
         tokenizer = _load_tokenizer(folder, name, "refuse")
         with loading(name):
-            return HookedAdapter(convert_checkpoint(folder, name, config, dtype, device, tokenizer), name, tokenizer)
+            return HookedAdapter(
+                convert_checkpoint(folder, name, config, dtype, device, tokenizer), name, tokenizer
+            )
     official = check_hooked_code(name, remote_code)
     with loading(name):
         model = model_class.from_pretrained_no_processing(
@@ -313,7 +371,12 @@ def _load_hooked(name: str, folder: Path | None, dtype: torch.dtype, device: tor
 
 
 def _load_transformers(
-    name: str, folder: Path | None, dtype: torch.dtype, device: torch.device, attention: str | None, remote_code: str
+    name: str,
+    folder: Path | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str | None,
+    remote_code: str,
 ) -> tuple[nn.Module, Any]:
     """Loads a transformers model and its tokenizer."""
     options = {} if folder is not None else reach(name)
@@ -331,7 +394,9 @@ def _load_transformers(
                     f"model {shown(name)} is quantised ({reason(error)}): give the checkpoint that is not quantised, or "
                     "install what it needs."
                 ) from error
-            if attention is not None and (isinstance(error, ImportError) or "attention implementation" in str(error)):
+            if attention is not None and (
+                isinstance(error, ImportError) or "attention implementation" in str(error)
+            ):
                 raise UnsupportedError(
                     f"attention {attention!r} cannot be used for {shown(name)}: {reason(error)}; leave attention out."
                 ) from error
@@ -354,17 +419,27 @@ def _load_transformers(
                 f"attention {default!r} of this transformers leaves out the soft cap of {type(placed).__name__}, another "
                 "model's numbers: leave attention out, or use attention='eager'."
             )
-        log.warning("%s: %s leaves out the soft cap of its scores in this transformers: eager is run", name, default)
+        log.warning(
+            "%s: %s leaves out the soft cap of its scores in this transformers: eager is run",
+            name,
+            default,
+        )
         placed.set_attn_implementation("eager")
     return placed.eval().requires_grad_(False), _load_tokenizer(source, name, remote_code, options)
 
 
-def _load_tokenizer(source: Path | str, name: str, remote_code: str, options: Mapping[str, Any] | None = None) -> Any:
+def _load_tokenizer(
+    source: Path | str, name: str, remote_code: str, options: Mapping[str, Any] | None = None
+) -> Any:
     """Loads the checkpoint's tokenizer; None where it has none (token ids still work)."""
     if isinstance(source, Path) and is_gguf(source):
         has_one = header_of(source).tokenizer
     else:
-        has_one = not isinstance(source, Path) or any(source.glob("tokenizer*")) or any(source.glob("*.model"))
+        has_one = (
+            not isinstance(source, Path)
+            or any(source.glob("tokenizer*"))
+            or any(source.glob("*.model"))
+        )
     if not has_one:
         return None
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -373,4 +448,6 @@ def _load_tokenizer(source: Path | str, name: str, remote_code: str, options: Ma
         if gguf:
             # AutoTokenizer would read the whole header once more, and use this class.
             return PreTrainedTokenizerFast.from_pretrained(place, gguf_file=gguf["gguf_file"])
-        return AutoTokenizer.from_pretrained(place, trust_remote_code=remote_code == "trust", **(options or {}))
+        return AutoTokenizer.from_pretrained(
+            place, trust_remote_code=remote_code == "trust", **(options or {})
+        )

@@ -14,14 +14,17 @@ from kvinterp.models import real, zoo
 NAMED = ("zoo:", "real:")
 """The prefixes of models that kvinterp itself provides."""
 HUB_SECONDS = 2.0
-"""How long the hub may take to answer; a misspelt name should not cost the retries of a download."""
+"""How long the hub may take to answer; a misspelt name should not cost the retries of a
+download.
+"""
 
 
 def check_reached(name: str) -> None:
     """Raises where no model of this name can be loaded from here; needs no slow import.
 
     Args:
-        name: The user's name for it. Names with a colon, which are the user's own code, and ``.json`` files are not checked.
+        name: The user's name for it. Names with a colon, which are the user's own code, and
+            ``.json`` files are not checked.
 
     Raises:
         InputError: As :func:`local_folder` and :func:`reach` say.
@@ -54,7 +57,9 @@ def local_folder(name: str) -> Path | None:
     if exists and is_gguf(path):
         return path
     if not exists and name.lower().endswith(".gguf"):
-        raise InputError(f"GGUF file {shown(name)} does not exist: give the name of one, a checkpoint folder or zoo:NAME.")
+        raise InputError(
+            f"GGUF file {shown(name)} does not exist: give the name of one, a checkpoint folder or zoo:NAME."
+        )
     if not exists or not path.is_dir():
         raise InputError(
             f"model folder {shown(name)} does not exist: give a transformers checkpoint folder, a GGUF file or zoo:NAME."
@@ -76,7 +81,8 @@ def reach(name: str) -> dict[str, Any]:
     """Asks the hub once whether it has an id, and returns the options to load it with.
 
     Raises:
-        InputError: It is no hub id, the hub has no such id, or the hub cannot be reached and there is no local copy.
+        InputError: It is no hub id, the hub has no such id, or the hub cannot be reached and there
+            is no local copy.
     """
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -94,7 +100,9 @@ def reach(name: str) -> dict[str, Any]:
     # The errors of a connection depend on the HTTP library, which changes between versions.
     except Exception as error:
         if not here:
-            why = "the hub says" if isinstance(error, HfHubHTTPError) else "the hub cannot be reached"
+            why = (
+                "the hub says" if isinstance(error, HfHubHTTPError) else "the hub cannot be reached"
+            )
             raise _not_found(name, f"{why}: {reason(error)}") from error
         return {"local_files_only": True}
     return {}
@@ -113,13 +121,17 @@ OWN = {**{name: f"zoo:{name}" for name in zoo.names()}, "smollm2-135m": "real:sm
 
 
 def meant(name: str) -> str:
-    """The question whether a model of kvinterp's own was meant; empty for a name that is like none."""
+    """The question whether a model of kvinterp's own was meant; empty for a name that is like
+    none.
+    """
     near = difflib.get_close_matches(name.lower().rpartition("/")[2], OWN, n=1)
     return f"did you mean {OWN[near[0]]}? Otherwise " if near else ""
 
 
 def _not_found(name: str, why: str) -> InputError:
-    own = f"a class of your own (for kvinterp audit {name}, or kv.wrap(model) in Python), " * (":" in name)
+    own = f"a class of your own (for kvinterp audit {name}, or kv.wrap(model) in Python), " * (
+        ":" in name
+    )
     return InputError(
         f"model {shown(name)} cannot be found ({why}): {meant(name)}expected {own}a hub id that can be reached from here, a "
         f"transformers checkpoint folder, a GGUF file, or one of {', '.join(OWN.values())}."

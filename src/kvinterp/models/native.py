@@ -1,8 +1,8 @@
 """A plain transformers model with module hooks: the kernels that production runs, any architecture.
 
-Scores and patterns exist as tensors only under eager attention. Under SDPA they never leave the kernel: they are derived from
-the kernel's arguments, and the kernel runs all the same (:mod:`kvinterp.models.derived`). Under flash attention an error says
-that they cannot be had.
+Scores and patterns exist as tensors only under eager attention. Under SDPA they never leave the
+kernel: they are derived from the kernel's arguments, and the kernel runs all the same
+(:mod:`kvinterp.models.derived`). Under flash attention an error says that they cannot be had.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from kvinterp.models.transformers_cache import (
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Finds the list of blocks of a transformers decoder; of one that runs its blocks several times, each block once.
+    """Finds the list of blocks of a transformers decoder; of one that runs its blocks several
+    times, each block once.
 
     Raises:
         UnsupportedError: No list has as many blocks as the config says, and none has fewer.
@@ -58,22 +59,33 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def _stacks(decoder: nn.Module, count: int) -> nn.ModuleList | None:
-    """The blocks of all stacks of a decoder, in order: of lists that stand in no other one, and hold what the longest holds."""
+    """The blocks of all stacks of a decoder, in order: of lists that stand in no other one, and
+    hold what the longest holds.
+    """
     lists = [
-        (name, module) for name, module in decoder.named_modules() if isinstance(module, nn.ModuleList) and len(module)
+        (name, module)
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
     ]
-    outer = [module for name, module in lists if not any(name.startswith(f"{other}.") for other, _ in lists)]
+    outer = [
+        module
+        for name, module in lists
+        if not any(name.startswith(f"{other}.") for other, _ in lists)
+    ]
     longest = max(outer, key=len, default=nn.ModuleList())
     blocks = [block for stack in outer if type(stack[0]) is type(longest[0]) for block in stack]
     return nn.ModuleList(blocks) if 0 < len(blocks) < count else None
 
 
-def transformers_facts(model: nn.Module, name: str | None, attention: str | None = None) -> ModelInfo:
+def transformers_facts(
+    model: nn.Module, name: str | None, attention: str | None = None
+) -> ModelInfo:
     """Reads the facts of a transformers model from its config."""
     config, layers = text_config(model), len(decoder_layers(model))
     heads = _widest(config, "num_attention_heads") or 0
     keys = _widest(config, "num_key_value_heads") or heads
-    # Falcon's newer architecture reads neither field, and caches keys and values repeated for every query head.
+    # Falcon's newer architecture reads neither field, and caches keys and values repeated for every
+    # query head.
     repeats = getattr(config, "new_decoder_architecture", False)
     shared = getattr(config, "multi_query", False) is True
     return ModelInfo(
@@ -93,7 +105,9 @@ def transformers_facts(model: nn.Module, name: str | None, attention: str | None
 
 
 def _widest(config: Any, name: str) -> int | None:
-    """A number of the config, or None; where each layer has its own number (Gemma 4's heads), the largest."""
+    """A number of the config, or None; where each layer has its own number (Gemma 4's heads), the
+    largest.
+    """
     # transformers raises for an attribute in which the layers differ.
     if name in getattr(getattr(config, "_heterogeneity_spec", None), "per_layer_attributes", ()):
         values = [getattr(layer, name, None) for layer in config.per_layer_config]
@@ -102,18 +116,26 @@ def _widest(config: Any, name: str) -> int | None:
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """The sliding window of each layer of a transformers config, in positions; None where attention is full."""
+    """The sliding window of each layer of a transformers config, in positions; None where attention
+    is full.
+    """
     # The cache that transformers makes for the config knows best which layers slide.
     layers = DynamicCache(config=config).layers
-    windows = [layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in layers]
-    return tuple(windows[: config.num_hidden_layers]) + (None,) * (config.num_hidden_layers - len(windows))
+    windows = [
+        layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        for layer in layers
+    ]
+    return tuple(windows[: config.num_hidden_layers]) + (None,) * (
+        config.num_hidden_layers - len(windows)
+    )
 
 
 def copied(model: nn.Module) -> Any:
     """Copies a model, for what changes it.
 
     Raises:
-        UnsupportedError: It holds something that cannot be copied: a lock, an open file, a tensor with a history of gradients.
+        UnsupportedError: It holds something that cannot be copied: a lock, an open file, a tensor
+            with a history of gradients.
     """
     try:
         return copy.deepcopy(model)
@@ -129,8 +151,8 @@ def copied(model: nn.Module) -> Any:
 def cast_transformers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Makes a copy whose parameters and saved buffers are in ``dtype``.
 
-    Buffers that no checkpoint holds (RoPE frequencies) keep the dtype that loading gave them, as with
-    ``from_pretrained(dtype=...)``; ``model.to(float16)`` would round them.
+    Buffers that no checkpoint holds (RoPE frequencies) keep the dtype that loading gave them, as
+    with ``from_pretrained(dtype=...)``; ``model.to(float16)`` would round them.
     """
     twin = copied(model)
     for parameter in twin.parameters():
@@ -141,7 +163,9 @@ def cast_transformers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             # state_dict() would not do: a bridge names its entries in its own way.
             if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 setattr(module, name, buffer.to(dtype))
-    for config in {id(c): c for m in twin.modules() if (c := vars(m).get("config")) is not None}.values():
+    for config in {
+        id(c): c for m in twin.modules() if (c := vars(m).get("config")) is not None
+    }.values():
         if hasattr(config, "dtype"):
             config.dtype = dtype
     plain_experts(twin, dtype)
@@ -149,7 +173,9 @@ def cast_transformers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def plain_experts(model: Any, dtype: torch.dtype) -> None:
-    """Makes a float64 model run its experts one by one, with the same sums: torch's grouped product takes no float64."""
+    """Makes a float64 model run its experts one by one, with the same sums: torch's grouped product
+    takes no float64.
+    """
     source = getattr(model, "original_model", model)
     if dtype == torch.float64 and hasattr(source, "set_experts_implementation"):
         # Models without experts have the method too.
@@ -159,10 +185,11 @@ def plain_experts(model: Any, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def drops_soft_cap(model: nn.Module) -> bool:
-    """Whether the model has a soft cap on attention scores that its attention function ignores, as SDPA of some releases does.
+    """Whether the model has a soft cap on attention scores that its attention function ignores, as
+    SDPA of some releases does.
 
-    The model is run once with its own cap and once with a cap of almost 0, under which all scores are equal. Where the logits
-    stay the same, the cap is ignored.
+    The model is run once with its own cap and once with a cap of almost 0, under which all scores
+    are equal. Where the logits stay the same, the cap is ignored.
     """
     capped = [
         (m, name, cap)
@@ -187,7 +214,9 @@ def drops_soft_cap(model: nn.Module) -> bool:
 
 
 def keeps_only_keys_and_values(model: nn.Module) -> bool:
-    """Whether the cache that transformers makes for this model has plain attention layers only, one per block."""
+    """Whether the cache that transformers makes for this model has plain attention layers only, one
+    per block.
+    """
     config = text_config(model)
     if getattr(config, "kv_lora_rank", None):
         return False  # Multi-head latent attention caches the latents, not keys and values.
@@ -215,11 +244,19 @@ class NativeAdapter(OnTransformersCache):
 
     @property
     def facts(self) -> ModelInfo:
-        """The model's facts, with the attention that its config names now: ``set_attn_implementation`` may have changed it."""
+        """The model's facts, with the attention that its config names now:
+        ``set_attn_implementation`` may have changed it.
+        """
         now = getattr(self.config, "_attn_implementation", None) or "eager"
         if now != self._facts.attention:
             self._facts = dataclasses.replace(self._facts, attention=now)
-            self._copies, self._memory, self._checked, self._continues, self._attention_only = {}, None, None, None, None
+            self._copies, self._memory, self._checked, self._continues, self._attention_only = (
+                {},
+                None,
+                None,
+                None,
+                None,
+            )
             self._sites.facts = self._facts
         return self._facts
 
@@ -231,13 +268,17 @@ class NativeAdapter(OnTransformersCache):
     def attention_only(self) -> bool:
         """Whether every layer keeps plain keys and values."""
         if self._attention_only is None:
-            cached = self.memory.name is not None and not self.memory.own_form and not self.memory.grows
+            cached = (
+                self.memory.name is not None and not self.memory.own_form and not self.memory.grows
+            )
             self._attention_only = cached and keeps_only_keys_and_values(self.model)
         return self._attention_only
 
     @property
     def loops(self) -> bool:
-        """Whether its config counts more layers than there are blocks, since these run several times in a forward."""
+        """Whether its config counts more layers than there are blocks, since these run several
+        times in a forward.
+        """
         return self.config.num_hidden_layers > self.facts.layers and self.memory.runs > 1
 
     @property
@@ -245,10 +286,16 @@ class NativeAdapter(OnTransformersCache):
         """Whether the model says that it runs on a StaticCache."""
         return bool(getattr(self.model, "_can_compile_fullgraph", False))
 
-    def logits(self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None) -> Tensor:
+    def logits(
+        self, tokens: Tensor, store: KVStore | None, mask: Tensor | None, positions: Tensor | None
+    ) -> Tensor:
         """Computes the logits of every new token by the model's own forward."""
         options: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
-        options = {name: value for name, value in options.items() if value is not None and name in self.takes}
+        options = {
+            name: value
+            for name, value in options.items()
+            if value is not None and name in self.takes
+        }
         if store is None:
             return self.model(input_ids=tokens, use_cache=False, **options).logits
         if store.model_cache is not None and tokens.shape[1] > 1 and not self.attention_only:
@@ -258,10 +305,18 @@ class NativeAdapter(OnTransformersCache):
         options[self.memory.name] = model_cache(store, self.new_cache, self._facts.architecture)
         return self.model(input_ids=tokens, use_cache=True, **options).logits
 
-    def replacing_keys_values(self, read: KeysValuesRead) -> contextlib.AbstractContextManager[None]:
-        """Replaces them at transformers' interface of attention functions, which receives them after RoPE."""
+    def replacing_keys_values(
+        self, read: KeysValuesRead
+    ) -> contextlib.AbstractContextManager[None]:
+        """Replaces them at transformers' interface of attention functions, which receives them
+        after RoPE.
+        """
         if not self._layer_of or not self._calls:
-            self._layer_of = {module: layer for layer, block in enumerate(self._blocks) for module in block.modules()}
+            self._layer_of = {
+                module: layer
+                for layer, block in enumerate(self._blocks)
+                for module in block.modules()
+            }
         return wrapping_attention(self._layer_of, read)
 
     def call_with_cache(
@@ -275,8 +330,12 @@ class NativeAdapter(OnTransformersCache):
         output = self.model(input_ids=tokens, use_cache=True, **options)
         return output.logits, returned_cache(output, self.takes)[1]
 
-    def own_cache(self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype) -> TransformersCache | None:
-        """Makes a transformers cache; for the default kind, of the class that the model itself makes."""
+    def own_cache(
+        self, kind: CacheKind, batch: int, capacity: int, dtype: torch.dtype
+    ) -> TransformersCache | None:
+        """Makes a transformers cache; for the default kind, of the class that the model itself
+        makes.
+        """
         if self.memory.name is None or self.memory.own_form:
             if isinstance(kind, Dynamic):
                 return None
@@ -287,12 +346,16 @@ class NativeAdapter(OnTransformersCache):
         if not isinstance(kind, Dynamic):
             return TransformersCache(kind.make(self.config, capacity))
         cache_class = self.memory.cache_class
-        takes_config = "config" in inspect.signature(cache_class).parameters and not self.memory.grows
+        takes_config = (
+            "config" in inspect.signature(cache_class).parameters and not self.memory.grows
+        )
         return TransformersCache(cache_class(config=self.config) if takes_config else cache_class())
 
     @torch.no_grad()
     def _check_continues(self) -> None:
-        """Raises UnsupportedError where the model begins anew at several tokens fed to a state, as transformers' Mamba does."""
+        """Raises UnsupportedError where the model begins anew at several tokens fed to a state, as
+        transformers' Mamba does.
+        """
         if self._continues is None:
             tokens = torch.arange(3, 11, device=self.device)[None] % self.facts.vocabulary
             first, rest = tokens[:, :4], tokens[:, 4:]
@@ -301,7 +364,9 @@ class NativeAdapter(OnTransformersCache):
                 together = self._logits_of_pieces(first, [rest])
                 singly = self._logits_of_pieces(first, rest.split(1, 1))
             # Every model decodes tokens one by one, so that this difference is rounding.
-            rounding = (singly - whole).abs().max() + 4 * torch.finfo(self.dtype).eps * whole.abs().max()
+            rounding = (singly - whole).abs().max() + 4 * torch.finfo(
+                self.dtype
+            ).eps * whole.abs().max()
             self._continues = not bool((together - whole).abs().max() > 8 * rounding)
         if not self._continues:
             raise UnsupportedError(
@@ -310,7 +375,9 @@ class NativeAdapter(OnTransformersCache):
             )
 
     def _logits_of_pieces(self, first: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-        """Feeds pieces one after the other, each with the cache that the piece before it left; returns their logits."""
+        """Feeds pieces one after the other, each with the cache that the piece before it left;
+        returns their logits.
+        """
         output, logits = self.model(input_ids=first, use_cache=True), []
         for piece in pieces:
             output = self.model(input_ids=piece, use_cache=True, **self._cache_of(output))
@@ -323,7 +390,9 @@ class NativeAdapter(OnTransformersCache):
         return {} if not self.cache_name or cache is None else {self.cache_name: cache}
 
     def _logits_with_state(self, tokens: Tensor, store: KVStore) -> Tensor:
-        """Runs a model that keeps no keys and values (Mamba, RWKV) on the state that its own forward returned."""
+        """Runs a model that keeps no keys and values (Mamba, RWKV) on the state that its own
+        forward returned.
+        """
         output = self.model(input_ids=tokens, use_cache=True, **(store.model_cache or {}))
         store.model_cache = self._cache_of(output)
         if not store.model_cache:
@@ -348,13 +417,16 @@ class NativeAdapter(OnTransformersCache):
             )
         chosen: dict[str, Any] = {"do_sample": False}
         if getattr(getattr(model, "generation_config", None), "pad_token_id", None) is None:
-            # Otherwise generate() names one in a warning; which one does not matter, as pads are masked.
+            # Otherwise generate() names one in a warning; which one does not matter, as pads are
+            # masked.
             chosen["pad_token_id"] = 0
         found = model.generate(tokens, attention_mask=mask, **(chosen | dict(options)))
         return cast(Tensor, getattr(found, "sequences", found))
 
     def tap(self, site: str, layer: int) -> Tap:
-        """Finds the module that has a site in this architecture, and checks once that its tensor is what the site means."""
+        """Finds the module that has a site in this architecture, and checks once that its tensor is
+        what the site means.
+        """
         if site == "embed":
             return Tap(self.model.get_input_embeddings())  # type: ignore[operator]
         if site == "result":
@@ -363,12 +435,15 @@ class NativeAdapter(OnTransformersCache):
         if site not in INSIDE:
             return tap
         if self._checked is None:
-            # The result is kept for good, so a user's autocast must not round the tensors that are compared.
+            # The result is kept for good, so a user's autocast must not round the tensors that are
+            # compared.
             with self.own_state([]), torch.autocast(self.device.type, enabled=False):
                 self._checked = check_sites(self, self._sites)
         why = self._checked.refused.get((site, layer))
         if why is not None:
-            raise self._sites.lacks(site, why, tuple(s for s, at in self._checked.refused if at == layer))
+            raise self._sites.lacks(
+                site, why, tuple(s for s, at in self._checked.refused if at == layer)
+            )
         return dataclasses.replace(tap, head_major=(site, layer) in self._checked.head_major)
 
     def derives(self, site: str) -> bool:
@@ -382,7 +457,9 @@ class NativeAdapter(OnTransformersCache):
         return twin
 
     def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
-        """Reads a site from the transformers cache of the user's own forward, after the block ran."""
+        """Reads a site from the transformers cache of the user's own forward, after the block
+        ran.
+        """
         if site == "cache_k_pre":
             raise InputError(
                 "site 'cache_k_pre' cannot be read from a transformers cache, which holds keys after RoPE: "

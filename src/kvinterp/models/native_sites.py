@@ -1,9 +1,11 @@
-"""Finds the sites in the module tree of a transformers model, and checks that each tensor is what its site means.
+"""Finds the sites in the module tree of a transformers model, and checks that each tensor is what
+its site means.
 
-Architectures share names more than they share meanings: one scales what attention returns before it is added, another
-returns it with the residual stream added already, a third fuses its projections in an order of its own. So when a site inside
-a block is first asked for, a forward of a few tokens checks the identities that define the sites; a site that breaks its
-identity is refused, with the reason.
+Architectures share names more than they share meanings: one scales what attention returns before it
+is added, another returns it with the residual stream added already, a third fuses its projections
+in an order of its own. So when a site inside a block is first asked for, a forward of a few tokens
+checks the identities that define the sites; a site that breaks its identity is refused, with the
+reason.
 """
 
 from __future__ import annotations
@@ -27,10 +29,14 @@ ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "fc2")
 QUERY, KEY, VALUE = ("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value")
 FUSED = ("qkv_proj", "c_attn")
-QUERY_NORM, KEY_NORM = ("q_norm", "q_layernorm", "query_layernorm"), ("k_norm", "k_layernorm", "key_layernorm")
+QUERY_NORM, KEY_NORM = (
+    ("q_norm", "q_layernorm", "query_layernorm"),
+    ("k_norm", "k_layernorm", "key_layernorm"),
+)
 OUTPUT = ("o_proj", "out_proj", "dense", "c_proj")
 DOWN = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "fc_out", "w2")
-# The norm whose input is the residual stream between attention and MLP, in the order in which the names are tried.
+# The norm whose input is the residual stream between attention and MLP, in the order in which the
+# names are tried.
 BEFORE_MLP = ("pre_feedforward_layernorm", "ln_2", "post_attention_layernorm", "final_layer_norm")
 
 INSIDE = tuple(
@@ -39,7 +45,9 @@ INSIDE = tuple(
 )  # fmt: skip
 """Sites that a module inside a block shows; ``result`` is computed from z."""
 ROUNDING = 2.0**-6
-"""The largest rounding of a sum of two or three numbers, in 16 bits or with a cast inside, relative to their sizes."""
+"""The largest rounding of a sum of two or three numbers, in 16 bits or with a cast inside, relative
+to their sizes.
+"""
 
 
 def _child(module: nn.Module, names: tuple[str, ...]) -> nn.Module | None:
@@ -69,7 +77,9 @@ class NativeSites:
             UnsupportedError: No module has a name of this site.
         """
         if site.startswith("cache_"):
-            raise UnsupportedError(f"site {site!r} has no module in a transformers model: it is read from the cache.")
+            raise UnsupportedError(
+                f"site {site!r} has no module in a transformers model: it is read from the cache."
+            )
         block = self.blocks[layer]
         if site in ("resid_pre", "resid_post"):
             return Tap(block, "input" if site == "resid_pre" else "output")
@@ -96,24 +106,37 @@ class NativeSites:
             return Tap(attention, "fused", self.facts.query_heads)
         post_norms = hasattr(block, "post_feedforward_layernorm")
         if site == "attn_out":
-            norms = ("post_self_attn_layernorm", *(("post_attention_layernorm",) if post_norms else ()))
+            norms = (
+                "post_self_attn_layernorm",
+                *(("post_attention_layernorm",) if post_norms else ()),
+            )
             return Tap(_child(block, norms) or attention)
         if site == "mlp_out":
             after = _child(block, ("post_mlp_layernorm", "post_feedforward_layernorm")) or mlp
             if after is None:
-                raise self.lacks(site, f"{type(block).__name__} has no module named {' or '.join(MLP)}")
+                raise self.lacks(
+                    site, f"{type(block).__name__} has no module named {' or '.join(MLP)}"
+                )
             return Tap(after)
         if site == "resid_mid":
             norm = _child(block, BEFORE_MLP)
             if self.parallel or norm is None:
-                raise self.lacks("resid_mid", f"{type(block).__name__} has no residual stream between attention and MLP")
+                raise self.lacks(
+                    "resid_mid",
+                    f"{type(block).__name__} has no residual stream between attention and MLP",
+                )
             if post_norms and not hasattr(block, "pre_feedforward_layernorm"):
-                raise self.lacks("resid_mid", f"{type(block).__name__} normalises after the MLP only, so no module sees it")
+                raise self.lacks(
+                    "resid_mid",
+                    f"{type(block).__name__} normalises after the MLP only, so no module sees it",
+                )
             return Tap(norm, "input")
         if site == "z":
             output = _child(attention, OUTPUT)
             if output is None:
-                raise self.lacks(site, f"{type(attention).__name__} has no module named {' or '.join(OUTPUT)}")
+                raise self.lacks(
+                    site, f"{type(attention).__name__} has no module named {' or '.join(OUTPUT)}"
+                )
             return Tap(output, "input", self.facts.query_heads)
         projected, norm = self.projected(site, attention), self.norm(site, attention)
         return projected if norm is None else Tap(norm, heads=projected.heads)
@@ -139,14 +162,18 @@ class NativeSites:
 
     def lacks(self, site: str, why: str, not_there: tuple[str, ...] = ()) -> UnsupportedError:
         """The error for a site that is not there, with the sites to record instead."""
-        have = [s for s in ("resid_pre", "resid_post", "attn_out", "mlp_out") if s != site and s not in not_there]
+        have = [
+            s
+            for s in ("resid_pre", "resid_post", "attn_out", "mlp_out")
+            if s != site and s not in not_there
+        ]
         return UnsupportedError(
             f"site {site!r} is not there in {self.facts.architecture}: {why}. Record {', '.join(have)} instead, "
             "or use kind='hooked' or 'bridge' if TransformerLens has this architecture."
         )
 
 
-# Whether a tensor is what its site means --------------------------------------------------------------------------------
+# Whether a tensor is what its site means ----------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -155,7 +182,8 @@ class Checked:
 
     Attributes:
         refused: The reason for each site and layer whose tensor is not what the site means.
-        head_major: The norms on queries and keys whose input is ``[batch, head, position, head_dim]``.
+        head_major: The norms on queries and keys whose input is
+            ``[batch, head, position, head_dim]``.
     """
 
     refused: dict[Site, str] = dataclasses.field(default_factory=dict)
@@ -163,12 +191,16 @@ class Checked:
 
 
 class _Tensors:
-    """The tensors of every site and layer in one forward, and the inputs of the norms on queries and keys; on one device."""
+    """The tensors of every site and layer in one forward, and the inputs of the norms on queries
+    and keys; on one device.
+    """
 
     def __init__(self, adapter: Adapter, sites: NativeSites) -> None:
         self.facts = adapter.facts
         # Another number than that of the heads, so that the dimensions can be told apart.
-        self.count = next(n for n in (5, 7, 11) if n not in (self.facts.query_heads, self.facts.kv_heads))
+        self.count = next(
+            n for n in (5, 7, 11) if n not in (self.facts.query_heads, self.facts.kv_heads)
+        )
         self.taps: dict[Site, Tap] = {}
         for layer in range(self.facts.layers):
             for site in ("resid_pre", "resid_post", *INSIDE):
@@ -188,9 +220,14 @@ class _Tensors:
                 norm = None if attention is None else sites.norm(site, attention)
                 if norm is not None and attention is not None and tap.module is norm:
                     projected = sites.projected(site, attention)
-                    kept += (Tap(norm, "input"), f"{site} into its norm", None), (projected, f"{site} projected", projected)
+                    kept += (
+                        (Tap(norm, "input"), f"{site} into its norm", None),
+                        (projected, f"{site} projected", projected),
+                    )
                 for hooked, name, layout in kept:
-                    for handle in tap_hooks(hooked, site, functools.partial(self._keep, (name, layer), layout)):
+                    for handle in tap_hooks(
+                        hooked, site, functools.partial(self._keep, (name, layer), layout)
+                    ):
                         stack.callback(handle.remove)
             adapter.forward(tokens, store)
         self.read = {layer: (keys, values) for layer, keys, values in noting.noted}
@@ -201,18 +238,28 @@ class _Tensors:
         self.raw.setdefault(place, []).append(tensor.detach().to(self.device, copy=True))
 
     def __getitem__(self, place: Site) -> Tensor | None:
-        """A site in the common layout; None where it was not found, or did not appear exactly once."""
+        """A site in the common layout; None where it was not found, or did not appear exactly
+        once.
+        """
         tensors = self.raw.get(place, [])
-        return self.taps[place].get(tensors[0]) if place in self.taps and len(tensors) == 1 else None
+        return (
+            self.taps[place].get(tensors[0]) if place in self.taps and len(tensors) == 1 else None
+        )
 
 
 def check_sites(adapter: Adapter, sites: NativeSites) -> Checked:
-    """Runs a few tokens, without the hooks of others, and checks the identities that define the sites inside the blocks."""
+    """Runs a few tokens, without the hooks of others, and checks the identities that define the
+    sites inside the blocks.
+    """
     tensors, checked = _Tensors(adapter, sites), Checked()
     for site, layer in tensors.taps:
         times = len(tensors.raw.get((site, layer), []))
         if site in INSIDE and times != 1:
-            where = "no module of this layer shows it" if times == 0 else f"its module runs {times} times in one forward"
+            where = (
+                "no module of this layer shows it"
+                if times == 0
+                else f"its module runs {times} times in one forward"
+            )
             checked.refused[site, layer] = where
         elif LAYOUTS[site].group == "mlp" and tensors.raw[site, layer][0].dim() == 2:
             checked.refused[site, layer] = "its tensor has no dimension for the batch there"
@@ -229,13 +276,17 @@ def check_sites(adapter: Adapter, sites: NativeSites) -> Checked:
 
 
 def _check_residual(tensors: _Tensors, layer: int) -> Mapping[str, str]:
-    """Checks that attention and MLP return what is added to the residual stream; returns the reasons for those that do not."""
+    """Checks that attention and MLP return what is added to the residual stream; returns the
+    reasons for those that do not.
+    """
     before, after = tensors["resid_pre", layer], tensors["resid_post", layer]
     attention, mid, mlp = (tensors[site, layer] for site in ("attn_out", "resid_mid", "mlp_out"))
     why = "what its {} returns is not what is added to the residual stream"
     reasons = {"attn_out": why.format("attention"), "mlp_out": why.format("MLP")}
     if before is None or after is None:
-        return dict.fromkeys(("attn_out", "resid_mid", "mlp_out"), "its blocks do not run once in a forward")
+        return dict.fromkeys(
+            ("attn_out", "resid_mid", "mlp_out"), "its blocks do not run once in a forward"
+        )
     if mid is None:
         return {} if _adds_up(after, before, attention, mlp) else reasons
     rows = {
@@ -264,26 +315,37 @@ def _adds_up(total: Tensor, *parts: Tensor | None) -> bool:
 
 
 def _check_projections(tensors: _Tensors, layer: int, checked: Checked) -> Mapping[str, str]:
-    """Checks queries, keys, values and z against what attention reads; notes head-major norms; returns the reasons against."""
+    """Checks queries, keys, values and z against what attention reads; notes head-major norms;
+    returns the reasons against.
+    """
     facts = tensors.facts
     reasons = {}
     q, k, v, z = (tensors[site, layer] for site in ("q", "k", "v", "z"))
     for site, tensor in (("q", q), ("k", k)):
         if tensor is None or (f"{site} projected", layer) not in tensors.raw:
             continue
-        (entering,), (projected,) = tensors.raw[f"{site} into its norm", layer], tensors.raw[f"{site} projected", layer]
+        (entering,), (projected,) = (
+            tensors.raw[f"{site} into its norm", layer],
+            tensors.raw[f"{site} projected", layer],
+        )
         rows = projected.reshape(tensors.count, -1)
         if entering.dim() == 4 and _same_rows(entering.transpose(1, 2), rows):
             checked.head_major.add((site, layer))
         elif not _same_rows(entering, rows):
-            reasons[site] = "it is changed between its projection and its norm, so that none is seen as it is before RoPE"
+            reasons[site] = (
+                "it is changed between its projection and its norm, so that none is seen as it is before RoPE"
+            )
     q, k = (
-        tensor.transpose(1, 2) if tensor is not None and (site, layer) in checked.head_major else tensor
+        tensor.transpose(1, 2)
+        if tensor is not None and (site, layer) in checked.head_major
+        else tensor
         for site, tensor in (("q", q), ("k", k))
     )
     keys, values = tensors.read.get(layer, (None, None))
     if v is not None and values is not None and not _alike(v.transpose(1, 2), values):
-        reasons["v"] = "the values that attention reads are not those that its projection gives in this place"
+        reasons["v"] = (
+            "the values that attention reads are not those that its projection gives in this place"
+        )
     # RoPE rotates position 0 by nothing, so there a key points the same way before and after it.
     if (
         k is not None
@@ -297,12 +359,19 @@ def _check_projections(tensors: _Tensors, layer: int, checked: Checked) -> Mappi
         reasons["q"] = f"its projection gives {q.shape[-1]} numbers a head where keys have {width}"
     if fused and reasons:
         reasons |= dict.fromkeys(("q", "k", "v"), "its fused projection has an order of its own")
-    # The first position attends to itself alone, so there every head gives its value, or less of it beside a sink.
-    first = values[0, :, 0] if values is not None else None if v is None or "v" in reasons else v[0, 0]
+    # The first position attends to itself alone, so there every head gives its value, or less of it
+    # beside a sink.
+    first = (
+        values[0, :, 0] if values is not None else None if v is None or "v" in reasons else v[0, 0]
+    )
     if z is not None and first is not None and facts.query_heads % first.shape[0] == 0:
-        repeated = repeat(first, "kv_head dim -> (kv_head group) dim", group=facts.query_heads // first.shape[0])
+        repeated = repeat(
+            first, "kv_head dim -> (kv_head group) dim", group=facts.query_heads // first.shape[0]
+        )
         if repeated.shape != z[0, 0].shape or not _same_way(z[0, 0], repeated):
-            reasons["z"] = "what enters its output projection is not what the heads read, but gated or normalised"
+            reasons["z"] = (
+                "what enters its output projection is not what the heads read, but gated or normalised"
+            )
     return reasons
 
 
@@ -311,7 +380,9 @@ def _same_rows(tensor: Tensor, rows: Tensor) -> bool:
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and not bool(((a - b).abs().double() > ROUNDING * (a.abs() + b.abs()).double()).any())
+    return a.shape == b.shape and not bool(
+        ((a - b).abs().double() > ROUNDING * (a.abs() + b.abs()).double()).any()
+    )
 
 
 def _same_way(a: Tensor, b: Tensor) -> bool:
@@ -329,6 +400,10 @@ def _check_patterns(tensors: _Tensors, layer: int) -> Mapping[str, str]:
         if tensor is not None and tuple(tensor.shape) != expected:
             extra = tensor.dim() == 4 and tensor.shape[-1] == tensors.count + 1
             what = "scores are" if tensors.taps[site, layer].side == "fused" else "softmax is over"
-            why = f"its {what} a tensor of shape {tuple(tensor.shape)} where {expected} was expected"
-            reasons[site] = "its softmax has a column for an attention sink besides the keys" if extra else why
+            why = (
+                f"its {what} a tensor of shape {tuple(tensor.shape)} where {expected} was expected"
+            )
+            reasons[site] = (
+                "its softmax has a column for an attention sink besides the keys" if extra else why
+            )
     return reasons

@@ -1,10 +1,11 @@
 """Detects forward passes at the model's blocks, whichever function the user called.
 
-``model(...)``, ``model.forward(...)``, ``generate``, ``run_with_hooks``, a decoder without its head and a block alone all run
-blocks, and not all of them go through the model's own call. So a pass begins at the first block that runs and ends when the
-last block returns; where blocks run several times in a forward, when the model returns. A pass that stops early
-(``stop_at_layer``) ends where the model returns, or at the latest where the next pass begins. An error or an interruption within
-a block cuts a pass off.
+``model(...)``, ``model.forward(...)``, ``generate``, ``run_with_hooks``, a decoder without its head
+and a block alone all run blocks, and not all of them go through the model's own call. So a pass
+begins at the first block that runs and ends when the last block returns; where blocks run several
+times in a forward, when the model returns. A pass that stops early (``stop_at_layer``) ends where
+the model returns, or at the latest where the next pass begins. An error or an interruption within a
+block cuts a pass off.
 """
 
 from __future__ import annotations
@@ -38,10 +39,14 @@ class WatchesPasses:
     """Receives the events of passes and of the blocks in them; this base class ignores them."""
 
     def pass_begins(self, new: int, cached: int) -> None:
-        """Called where a pass begins that computes ``new`` positions after ``cached`` positions in a cache."""
+        """Called where a pass begins that computes ``new`` positions after ``cached`` positions in
+        a cache.
+        """
 
     def block_begins(self, layer: int, cache: Any) -> Callable[[], None] | None:
-        """Called before a block runs, with the block's cache or None; may return a function to call when the block is left."""
+        """Called before a block runs, with the block's cache or None; may return a function to call
+        when the block is left.
+        """
         return None
 
     def block_ends(self, layer: int, cache: Any) -> None:
@@ -54,7 +59,9 @@ class WatchesPasses:
         """Called where an error or an interruption cuts a pass off."""
 
     def pass_undone(self) -> None:
-        """Called where the last pass turns out to be none: an error cut its forward off behind the blocks."""
+        """Called where the last pass turns out to be none: an error cut its forward off behind the
+        blocks.
+        """
 
 
 class Passes:
@@ -63,8 +70,10 @@ class Passes:
     Args:
         adapter: The model.
         watcher: Receives the events.
-        context: What the user has opened, such as ``"kv.record"``, for messages; nothing is warned of where it is empty.
-        places: The places that are recorded; with ``embed`` a pass begins before the first block, where the embedding runs.
+        context: What the user has opened, such as ``"kv.record"``, for messages; nothing is warned
+            of where it is empty.
+        places: The places that are recorded; with ``embed`` a pass begins before the first block,
+            where the embedding runs.
 
     Attributes:
         count: Passes that ended.
@@ -72,7 +81,9 @@ class Passes:
         rows: Whether cached rows are read.
     """
 
-    def __init__(self, adapter: Adapter, watcher: WatchesPasses, context: str, places: Collection[Site] = ()) -> None:
+    def __init__(
+        self, adapter: Adapter, watcher: WatchesPasses, context: str, places: Collection[Site] = ()
+    ) -> None:
         self.adapter, self.watcher, self.context = adapter, watcher, context
         self._embeds, self._cached, self._embedded = ("embed", 0) in places, 0, False
         self.count = self.cut = 0
@@ -88,17 +99,32 @@ class Passes:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Hooks the blocks, while the context lasts; enter it after the hooks of sites are attached, since these run first."""
+        """Hooks the blocks, while the context lasts; enter it after the hooks of sites are
+        attached, since these run first.
+        """
         handles = []
         try:
             for layer, block in enumerate(self.adapter.blocks):
-                handles.append(own_hook(block, functools.partial(self._enter_block, layer), "input", first=True))
+                handles.append(
+                    own_hook(
+                        block, functools.partial(self._enter_block, layer), "input", first=True
+                    )
+                )
                 leave = functools.partial(self._leave_block, layer)
                 handles.append(own_hook(block, leave, "output", always_call=True, rank=BEHIND))
             if self._embeds:
-                handles.append(own_hook(self.adapter.tap("embed", 0).module, self._enter_embedding, "input", first=True))
+                handles.append(
+                    own_hook(
+                        self.adapter.tap("embed", 0).module,
+                        self._enter_embedding,
+                        "input",
+                        first=True,
+                    )
+                )
             handles.append(own_hook(self.adapter.model, self._enter_model, "input", first=True))
-            handles.append(own_hook(self.adapter.model, self._leave_model, "output", always_call=True))
+            handles.append(
+                own_hook(self.adapter.model, self._leave_model, "output", always_call=True)
+            )
             yield
             self._end_pass()
         except BaseException:
@@ -122,7 +148,9 @@ class Passes:
             "dtype (which runs on a copy), and code that torch.compile compiled before are not heard."
         )
 
-    def _enter_block(self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _enter_block(
+        self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         if self._inside is not None or (self._ran and layer <= self._ran[-1] and not self._loops):
             self._check_alone()
             self._end_pass()
@@ -152,7 +180,9 @@ class Passes:
 
     @property
     def _loops(self) -> bool:
-        """Whether blocks run several times in the call of the model that is under way, which then ends the pass."""
+        """Whether blocks run several times in the call of the model that is under way, which then
+        ends the pass.
+        """
         return self._open and self.adapter.loops
 
     def _begin_pass(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], cached: int) -> None:
@@ -161,18 +191,24 @@ class Passes:
         with self._cutting_at_errors():
             self.watcher.pass_begins(_width(args, kwargs), cached)
 
-    def _enter_embedding(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _enter_embedding(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         if self._inside is None:
             self._end_pass()
             self._embedded = True
             self._begin_pass(args, kwargs, self._cached)
 
     def _check_alone(self) -> None:
-        """Raises InputError where a forward begins while a block of the one before it is still on Python's stack."""
+        """Raises InputError where a forward begins while a block of the one before it is still on
+        Python's stack.
+        """
         blocks = set(map(id, self.adapter.blocks))
         frame, running = inspect.currentframe(), 0
         while frame is not None:
-            running += frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in blocks
+            running += (
+                frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in blocks
+            )
             frame = frame.f_back
         if running > 1:
             self._cut_pass()
@@ -181,7 +217,9 @@ class Passes:
                 f"{self.context} hears one forward at a time: run it once the first is over, or outside of {self.context}."
             )
 
-    def _leave_block(self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], __: Any) -> None:
+    def _leave_block(
+        self, layer: int, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], __: Any
+    ) -> None:
         if self._inside != layer:
             return
         self._undo_block()
@@ -203,8 +241,12 @@ class Passes:
     def _enter_model(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._before = self.count, sys.exc_info()[1]
         self._open, self._looping = True, False
-        # Once, and on an empty cache alone: behind one an end token that is the pad token stands for no padding.
-        if not self._warned and self.adapter.cached_length(self.adapter.call_cache(args, kwargs)) == 0:
+        # Once, and on an empty cache alone: behind one an end token that is the pad token stands
+        #     for no padding.
+        if (
+            not self._warned
+            and self.adapter.cached_length(self.adapter.call_cache(args, kwargs)) == 0
+        ):
             why = pads_without_mask(self.adapter, args, kwargs)
             if why:
                 log.warning("%s: %s", self.context, why)
@@ -225,7 +267,9 @@ class Passes:
             self.watcher.pass_undone()
 
     def _end_pass(self) -> None:
-        """Ends the pass that is under way, if there is one; cuts it off where a block was left in the middle."""
+        """Ends the pass that is under way, if there is one; cuts it off where a block was left in
+        the middle.
+        """
         if self._inside is not None:
             self.adapter.close_interrupted()
             self._undo_block()
@@ -264,7 +308,9 @@ class Passes:
 
 @torch.no_grad()
 def unread_by(adapter: Adapter) -> Unread | None:
-    """Feeds a prompt and a token on the model's own cache, and says which block did not read it; None where all do."""
+    """Feeds a prompt and a token on the model's own cache, and says which block did not read it;
+    None where all do.
+    """
     passes = Passes(adapter, WatchesPasses(), "")
     tokens = torch.arange(3, 4 + PROMPT, device=adapter.device)[None] % adapter.facts.vocabulary
 

@@ -1,8 +1,9 @@
 """A cache that drops rows, told apart from positions that are counted from the rows which are left.
 
-A compressed cache changes the logits in two ways: by what it dropped, and where the model asks it how long the text is and it
-answers with the rows that it holds. The first is meant; the second puts the next token beside the first ones, and is a fault.
-They are told apart by telling the position: what is left then is what was dropped.
+A compressed cache changes the logits in two ways: by what it dropped, and where the model asks it
+how long the text is and it answers with the rows that it holds. The first is meant; the second puts
+the next token beside the first ones, and is a fault. They are told apart by telling the position:
+what is left then is what was dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Counted:
     Attributes:
         fed: The positions that were fed before it, and so where it stands in its text.
         position: Where it was put.
-        told: How far its logits are from those of the forward without a cache, of the largest, once it is told where it stands.
+        told: How far its logits are from those of the forward without a cache, of the largest, once
+            it is told where it stands.
         moved: How far they are from these where it is not told; None where neither was measured.
     """
 
@@ -41,9 +43,7 @@ class Counted:
         """Which of the two it is."""
         off = "" if self.told is None else f", {self.told:.2g} of the largest logit"
         if self.position == self.fed:
-            return (
-                f"positions go on (the token after {self.fed} stands at {self.fed}): what differs is what was dropped{off}"
-            )
+            return f"positions go on (the token after {self.fed} stands at {self.fed}): what differs is what was dropped{off}"
         said = f"positions are counted from the rows that are left: the token after {self.fed} is put at {self.position}"
         if self.told is None or self.moved is None:
             return f"{said}, whatever else was dropped"
@@ -73,7 +73,9 @@ def counted(adapter: Adapter, make: Callable[[], Any], tokens: Tensor) -> Counte
         position, read = int(cache.get_seq_length()), list[int]()
         place = torch.tensor([[fed]], device=tokens.device)
         untold, told = (
-            adapter.call_with_cache(tokens[:, fed:], _noting(copy.deepcopy(cache), read), None, given)[0][0, -1]
+            adapter.call_with_cache(
+                tokens[:, fed:], _noting(copy.deepcopy(cache), read), None, given
+            )[0][0, -1]
             for given in (None, place)
         )
         if read and max(read) <= fed:
@@ -97,11 +99,17 @@ def _noting(cache: Any, read: list[int]) -> Any:
 
 @contextlib.contextmanager
 def numbers_seen(seen: set[int]) -> Iterator[None]:
-    """Adds the whole numbers that torch's functions make or index by inside, one number a tensor: where a position may stand."""
+    """Adds the whole numbers that torch's functions make or index by inside, one number a tensor:
+    where a position may stand.
+    """
 
     def called(func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        if isinstance(result, Tensor) and result.dtype in (torch.int64, torch.int32) and 0 < result.numel() <= 1:
+        if (
+            isinstance(result, Tensor)
+            and result.dtype in (torch.int64, torch.int32)
+            and 0 < result.numel() <= 1
+        ):
             seen.add(int(result))
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -113,7 +121,8 @@ def numbers_seen(seen: set[int]) -> Iterator[None]:
 
 
 def counted_by(step: Callable[[Tensor, Any], tuple[Any, Any]], tokens: Tensor) -> Counted | None:
-    """The same of anybody's own step, by the whole numbers that it computes with: the length of the text, or of what it kept.
+    """The same of anybody's own step, by the whole numbers that it computes with: the length of the
+    text, or of what it kept.
 
     Args:
         step: Token ids of new positions and a cache to their logits and the cache behind them.
@@ -139,7 +148,13 @@ def _tensors(held: Any, depth: int = 6) -> Iterator[Tensor]:
     if isinstance(held, Tensor):
         yield held
     elif depth:
-        inside = held.values() if isinstance(held, dict) else held if isinstance(held, list | tuple) else None
+        inside = (
+            held.values()
+            if isinstance(held, dict)
+            else held
+            if isinstance(held, list | tuple)
+            else None
+        )
         inside = vars(held).values() if inside is None and hasattr(held, "__dict__") else inside
         for value in inside or ():
             yield from _tensors(value, depth - 1)

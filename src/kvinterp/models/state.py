@@ -1,13 +1,16 @@
-"""The state that a model's modules keep between forwards: noted at the start, separate for each run, restored at the end.
+"""The state that a model's modules keep between forwards: noted at the start, separate for each
+run, restored at the end.
 
-Dozens of transformers models set attributes and buffers in their forward: positions of the last images (``rope_deltas``),
-RoPE frequencies of the longest text so far, recurrent states, caches. Without this file a run on somebody's model would change
-what they run next, and two runs that take turns on a model would read each other's state.
+Dozens of transformers models set attributes and buffers in their forward: positions of the last
+images (``rope_deltas``), RoPE frequencies of the longest text so far, recurrent states, caches.
+Without this file a run on somebody's model would change what they run next, and two runs that take
+turns on a model would read each other's state.
 
-A snapshot covers the ``__dict__`` and the buffers of every module, and the containers, transformers' caches and plain objects
-in them. It notices another object in a place, and other numbers in the same tensor. A module that has other parameters than
-before, or new handles of hooks, was set up by its own code at its first forward (quantised layers, TransformerLens's bridge)
-and is left as it is.
+A snapshot covers the ``__dict__`` and the buffers of every module, and the containers,
+transformers' caches and plain objects in them. It notices another object in a place, and other
+numbers in the same tensor. A module that has other parameters than before, or new handles of hooks,
+was set up by its own code at its first forward (quantised layers, TransformerLens's bridge) and is
+left as it is.
 """
 
 from __future__ import annotations
@@ -31,9 +34,13 @@ log = logging.getLogger("kvinterp")
 COPIED = 2**28
 """The most bytes of tensors that are copied, the smallest first."""
 _IN_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
-"""Attributes that torch gives every module, its hooks among them, and those that replace its forward."""
+"""Attributes that torch gives every module, its hooks among them, and those that replace its
+forward.
+"""
 _SET_BY_RUNS = frozenset({"_attn_implementation_internal", "_experts_implementation_internal"})
-"""Entries of a config that this package's own contexts set and set back: another attention for some forwards."""
+"""Entries of a config that this package's own contexts set and set back: another attention for some
+forwards.
+"""
 _DEPTH, _LONGEST = 4, 4096
 """Containers nested deeper, or with more items, are not looked into."""
 _STATELESS = sys.stdlib_module_names - {"types"} | {"torch"}
@@ -55,26 +62,40 @@ class Leftover:
 
 @contextlib.contextmanager
 def as_made(model: nn.Module) -> Iterator[None]:
-    """Sets aside what the user's own forwards left on a transformers model, while the context lasts.
+    """Sets aside what the user's own forwards left on a transformers model, while the context
+    lasts.
 
-    A tensor or a cache was left by a forward if a new model of the same class and config has None in its place. ``generate()``
-    resets such state, but a plain forward goes on from the previous batch and raises where the number of rows differs.
-    Configs that ask for tuples (``return_dict=False``) ask for named outputs meanwhile, as ``generate()`` does.
+    A tensor or a cache was left by a forward if a new model of the same class and config has None
+    in its place. ``generate()`` resets such state, but a plain forward goes on from the previous
+    batch and raises where the number of rows differs. Configs that ask for tuples
+    (``return_dict=False``) ask for named outputs meanwhile, as ``generate()`` does.
     """
     left = [
         (path, module, name, value)
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in _IN_EVERY_MODULE and (isinstance(value, Tensor) or hasattr(type(value), "get_seq_length"))
+        if name not in _IN_EVERY_MODULE
+        and (isinstance(value, Tensor) or hasattr(type(value), "get_seq_length"))
     ]
     if left:
         fresh: dict[str, nn.Module] = {}
-        # A class that needs more than its config, or cannot be built without numbers, runs as it is.
-        with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        # A class that needs more than its config, or cannot be built without numbers, runs as it
+        # is.
+        with (
+            contextlib.suppress(Exception),
+            torch.random.fork_rng(devices=[]),
+            torch.device("meta"),
+        ):
             fresh = dict(type(model)(model.config).named_modules())
-        left = [entry for entry in left if entry[0] in fresh and vars(fresh[entry[0]]).get(entry[2], ...) is None]
+        left = [
+            entry
+            for entry in left
+            if entry[0] in fresh and vars(fresh[entry[0]]).get(entry[2], ...) is None
+        ]
     configs: Iterator[Any] = (vars(module).get("config") for module in model.modules())
-    tuples = {id(config): config for config in configs if getattr(config, "return_dict", True) is False}.values()
+    tuples = {
+        id(config): config for config in configs if getattr(config, "return_dict", True) is False
+    }.values()
     try:
         for _, module, name, _ in left:
             setattr(module, name, None)
@@ -102,20 +123,29 @@ class Snapshot:
         self._parameters: dict[nn.Module, list[tuple[int, int]]] = {}
         self._contents: list[Any] = []
         visited: set[int] = set()
-        for module in dict.fromkeys(itertools.chain.from_iterable(model.modules() for model in models)):
+        for module in dict.fromkeys(
+            itertools.chain.from_iterable(model.modules() for model in models)
+        ):
             self._parameters[module] = _addresses(module)
             own = vars(module), module._buffers, module._non_persistent_buffers_set
             waiting = deque(zip(own, itertools.repeat(_DEPTH)))
             while waiting:
                 value, depth = waiting.popleft()
                 if isinstance(value, Tensor):
-                    plain = value.layout == torch.strided and not value.is_meta and not value.is_quantized
+                    plain = (
+                        value.layout == torch.strided
+                        and not value.is_meta
+                        and not value.is_quantized
+                    )
                     if plain and not isinstance(value, nn.Parameter) and id(value) not in visited:
                         visited.add(id(value))
                         self._tensors.append(value)
                     continue
                 place: Any = vars(value) if _has_state(value) else value
-                if not isinstance(place, dict | list | deque | set | tuple) or len(place) > _LONGEST:
+                if (
+                    not isinstance(place, dict | list | deque | set | tuple)
+                    or len(place) > _LONGEST
+                ):
                     continue
                 if id(place) in visited or not depth:
                     continue
@@ -135,7 +165,8 @@ class Snapshot:
         for number, (place, contents) in enumerate(zip(self._places, self._contents, strict=True)):
             names = [*contents] if isinstance(contents, dict) else [*range(len(contents))]
             if names and not isinstance(contents, set):
-                # The first name twice, since for one name alone an itemgetter returns the value and no tuple.
+                # The first name twice, since for one name alone an itemgetter returns the value and
+                # no tuple.
                 get = operator.itemgetter(names[0], *names)
                 self._getters.append((get, place))
                 self._values += get(contents)
@@ -143,7 +174,9 @@ class Snapshot:
         self._versions = [*map(_version, self._tensors)]
         self._copies: dict[int, Tensor] = {}
         room = COPIED
-        for number in sorted(range(len(self._tensors)), key=lambda number: self._tensors[number].nbytes):
+        for number in sorted(
+            range(len(self._tensors)), key=lambda number: self._tensors[number].nbytes
+        ):
             room -= self._tensors[number].nbytes
             if room >= 0:
                 self._copies[number] = self._tensors[number].detach().clone()
@@ -152,7 +185,8 @@ class Snapshot:
         """Restores the state of the snapshot, and returns what was there instead.
 
         Args:
-            search: ``"thorough"`` also compares tensors whose numbers may have changed without torch's knowledge (``.data``).
+            search: ``"thorough"`` also compares tensors whose numbers may have changed without
+                torch's knowledge (``.data``).
         """
         numbers = []
         for number, (tensor, before) in enumerate(zip(self._tensors, self._versions, strict=True)):
@@ -166,7 +200,9 @@ class Snapshot:
         if not changed and not numbers:
             return Leftover()
         contents = {number: _contents(self._places[number]) for number in changed}
-        leftover = Leftover(contents, {number: self._tensors[number].detach().clone() for number in numbers})
+        leftover = Leftover(
+            contents, {number: self._tensors[number].detach().clone() for number in numbers}
+        )
         for number in contents:
             _fill(self._places[number], self._contents[number])
         for number in numbers:
@@ -174,7 +210,10 @@ class Snapshot:
                 self._write(number, self._copies[number])
             else:
                 size = self._tensors[number].nbytes >> 20
-                log.warning("a forward wrote into a tensor of %d MB that a module keeps, too large to be given back", size)
+                log.warning(
+                    "a forward wrote into a tensor of %d MB that a module keeps, too large to be given back",
+                    size,
+                )
                 self._versions[number] = _version(self._tensors[number])
         return leftover
 
@@ -188,7 +227,9 @@ class Snapshot:
             self._versions[number] = -2
 
     def _changed(self) -> list[int]:
-        """The numbers of the places whose contents differ from the snapshot, but for those of modules that were set up since."""
+        """The numbers of the places whose contents differ from the snapshot, but for those of
+        modules that were set up since.
+        """
         lengths = [*map(len, self._places)]
         try:
             now = [*itertools.chain.from_iterable([get(place) for get, place in self._getters])]
@@ -200,14 +241,21 @@ class Snapshot:
             pairs = zip(self._numbers, now, self._values, strict=True)
             changed = {number for number, value, before in pairs if value is not before}
             changed |= {
-                n for n, (length, before) in enumerate(zip(lengths, self._lengths, strict=True)) if length != before
+                n
+                for n, (length, before) in enumerate(zip(lengths, self._lengths, strict=True))
+                if length != before
             }
-        changed = {n for n in changed if not _same_objects(_contents(self._places[n]), self._contents[n])}
+        changed = {
+            n for n in changed if not _same_objects(_contents(self._places[n]), self._contents[n])
+        }
         set_up = set()
         for number in changed:
             contents, owner = _contents(self._places[number]), self._owners[number]
             values = contents.values() if isinstance(contents, dict) else contents
-            if any(isinstance(value, RemovableHandle) for value in values) or _addresses(owner) != self._parameters[owner]:
+            if (
+                any(isinstance(value, RemovableHandle) for value in values)
+                or _addresses(owner) != self._parameters[owner]
+            ):
                 set_up.add(owner)
         return sorted(n for n in changed if self._owners[n] not in set_up)
 
@@ -223,10 +271,15 @@ class Snapshot:
 
 
 def _has_state(value: Any) -> bool:
-    """Whether attributes of an object may be state: a transformers cache, a layer of one, a plain object of the user's code."""
-    if not isinstance(getattr(value, "__dict__", None), dict) or isinstance(value, nn.Module | tuple):
+    """Whether attributes of an object may be state: a transformers cache, a layer of one, a plain
+    object of the user's code.
+    """
+    if not isinstance(getattr(value, "__dict__", None), dict) or isinstance(
+        value, nn.Module | tuple
+    ):
         return False
-    # The class is asked, since an object of the user's may raise whatever it likes where it lacks an attribute.
+    # The class is asked, since an object of the user's may raise whatever it likes where it lacks
+    # an attribute.
     if hasattr(type(value), "get_seq_length") or hasattr(type(value), "get_mask_sizes"):
         return True
     # What can be called is code.
@@ -234,7 +287,9 @@ def _has_state(value: Any) -> bool:
 
 
 def _contents(place: Any) -> Any:
-    """Copies the contents of a place; for a module or a config, without what :data:`_IN_EVERY_MODULE` and its like name."""
+    """Copies the contents of a place; for a module or a config, without what
+    :data:`_IN_EVERY_MODULE` and its like name.
+    """
     if isinstance(place, dict):
         others = _IN_EVERY_MODULE if "_non_persistent_buffers_set" in place else _SET_BY_RUNS
         return {name: value for name, value in place.items() if name not in others}
@@ -257,7 +312,9 @@ def _same_objects(contents: Any, before: Any) -> bool:
     if isinstance(contents, set):
         return bool(contents == before)
     if isinstance(contents, dict):
-        return contents.keys() == before.keys() and all(value is before[name] for name, value in contents.items())
+        return contents.keys() == before.keys() and all(
+            value is before[name] for name, value in contents.items()
+        )
     return len(contents) == len(before) and all(map(operator.is_, contents, before))
 
 
@@ -267,4 +324,8 @@ def _version(tensor: Tensor) -> int:
 
 
 def _addresses(module: nn.Module) -> list[tuple[int, int]]:
-    return [(id(p), 0 if p.is_meta else p.data_ptr()) for p in module._parameters.values() if p is not None]
+    return [
+        (id(p), 0 if p.is_meta else p.data_ptr())
+        for p in module._parameters.values()
+        if p is not None
+    ]

@@ -1,11 +1,12 @@
 """The number of threads that a model runs with: one policy for every verb.
 
-The threads that torch starts for one operation wait for each other at its end, by default in a busy loop. A model of a few
-million numbers has operations of microseconds: on two cores that another process uses too, a decode then takes ten times as
-long with two threads as with one. So on a CPU small models run with one thread while a verb runs.
+The threads that torch starts for one operation wait for each other at its end, by default in a busy
+loop. A model of a few million numbers has operations of microseconds: on two cores that another
+process uses too, a decode then takes ten times as long with two threads as with one. So on a CPU
+small models run with one thread while a verb runs.
 
-The bits of a sum may depend on the number of threads. Both paths of a comparison run with the same number, and every result
-records it.
+The bits of a sum may depend on the number of threads. Both paths of a comparison run with the same
+number, and every result records it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def threads_for(adapter: Adapter) -> int:
                 f"{VARIABLE}={setting!r} is set: expected a whole number of threads, 1 to 1024, or leave it unset."
             )
         return int(setting)
-    small = adapter.device.type == "cpu" and sum(p.numel() for p in adapter.model.parameters()) < SMALL
+    small = (
+        adapter.device.type == "cpu" and sum(p.numel() for p in adapter.model.parameters()) < SMALL
+    )
     return 1 if small else torch.get_num_threads()
 
 

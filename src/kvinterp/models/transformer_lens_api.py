@@ -19,7 +19,8 @@ class Forward(NamedTuple):
     Attributes:
         new: The number of positions that it was fed.
         logits: The logits of the newest position, ``[batch, vocabulary]``.
-        positions: The position numbers that a learned position embedding used, ``[batch, new]``; None where there is none.
+        positions: The position numbers that a learned position embedding used, ``[batch, new]``;
+            None where there is none.
     """
 
     new: int
@@ -27,29 +28,38 @@ class Forward(NamedTuple):
     positions: Tensor | None
 
 
-def unequal(model: Any, rows: Sequence[Sequence[int]], how: str) -> tuple[list[str] | None, list[list[int]], int]:
-    """What users give ``generate()`` for prompts of several lengths, as far as it has to be told from the tokens.
+def unequal(
+    model: Any, rows: Sequence[Sequence[int]], how: str
+) -> tuple[list[str] | None, list[list[int]], int]:
+    """What users give ``generate()`` for prompts of several lengths, as far as it has to be told
+    from the tokens.
 
     Args:
         model: A HookedTransformer or a TransformerBridge.
         rows: The tokens of each prompt.
-        how: ``"texts"``: a list of texts, which it pads itself; ``"padded"``: padded tokens, as ``to_tokens`` gives them.
+        how: ``"texts"``: a list of texts, which it pads itself; ``"padded"``: padded tokens, as
+            ``to_tokens`` gives them.
 
     Returns:
-        The texts, None for tokens; the tokens of each prompt as the model then reads them, beginning with the token that it puts
-        first; and the token that pads.
+        The texts, None for tokens; the tokens of each prompt as the model then reads them,
+        beginning with the token that it puts first; and the token that pads.
     """
     tokenizer: Any = getattr(model, "tokenizer", None)
     pad = getattr(tokenizer, "pad_token_id", None) or 0
     if how == "texts":
         texts = [tokenizer.decode(list(row)) for row in rows]
         return texts, [model.to_tokens(text)[0].tolist() for text in texts], pad
-    begins = getattr(tokenizer, "bos_token_id", None) if getattr(model.cfg, "default_prepend_bos", False) else None
+    begins = (
+        getattr(tokenizer, "bos_token_id", None)
+        if getattr(model.cfg, "default_prepend_bos", False)
+        else None
+    )
     return None, [[*row] if begins is None else [begins, *row[1:]] for row in rows], pad
 
 
 def generated_by(model: Any, tokens: Tensor, mask: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Runs a model's own ``generate()`` on token ids, quietly; greedily and until the end token unless the options say otherwise.
+    """Runs a model's own ``generate()`` on token ids, quietly; greedily and until the end token
+    unless the options say otherwise.
 
     Args:
         model: A HookedTransformer or a TransformerBridge.
@@ -64,9 +74,20 @@ def generated_by(model: Any, tokens: Tensor, mask: Tensor, options: Mapping[str,
     takes = inspect.signature(model.generate).parameters
     unknown = [name for name in options if name not in takes]
     if unknown:
-        raise InputError(f"{unknown[0]} was given, which generate() of {type(model).__name__} does not take: leave it out.")
-    ends = getattr(getattr(model, "tokenizer", None), "eos_token_id", None) is not None or "eos_token_id" in options
-    chosen = {"do_sample": False, "stop_at_eos": ends, "prepend_bos": False, "return_type": "tokens", "verbose": False}
+        raise InputError(
+            f"{unknown[0]} was given, which generate() of {type(model).__name__} does not take: leave it out."
+        )
+    ends = (
+        getattr(getattr(model, "tokenizer", None), "eos_token_id", None) is not None
+        or "eos_token_id" in options
+    )
+    chosen = {
+        "do_sample": False,
+        "stop_at_eos": ends,
+        "prepend_bos": False,
+        "return_type": "tokens",
+        "verbose": False,
+    }
     if not bool(mask.all()):
         if "attention_mask" not in takes:
             raise UnsupportedError(
@@ -78,16 +99,23 @@ def generated_by(model: Any, tokens: Tensor, mask: Tensor, options: Mapping[str,
 
 
 def generate(
-    model: Any, tokens: Tensor | list[str], steps: int, cached: str, mask: Tensor | None = None, bos: str = "no"
+    model: Any,
+    tokens: Tensor | list[str],
+    steps: int,
+    cached: str,
+    mask: Tensor | None = None,
+    bos: str = "no",
 ) -> tuple[Tensor, list[Forward]]:
-    """Generates exactly ``steps`` tokens greedily, past any end token, by a model's own ``generate()``.
+    """Generates exactly ``steps`` tokens greedily, past any end token, by a model's own
+    ``generate()``.
 
     Args:
         model: A HookedTransformer or a TransformerBridge.
         tokens: ``[batch, position]``, or texts.
         steps: The number of tokens to generate.
         cached: ``"yes"`` or ``"no"``.
-        mask: For the tokens, 0 where there is none; None where there is nothing to mask, or the model is to find out.
+        mask: For the tokens, 0 where there is none; None where there is nothing to mask, or the
+            model is to find out.
         bos: ``"yes"``: the prompts begin as the model's own ``to_tokens`` makes them begin.
 
     Returns:
@@ -114,7 +142,9 @@ def generate(
     def recording_forward(_: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         logits = forward(*args, **kwargs)
         new = (args[0] if args else kwargs["input"]).shape[1]
-        forwards.append(Forward(new, logits[:, -1].clone(), positions[-1][:, -new:] if positions else None))
+        forwards.append(
+            Forward(new, logits[:, -1].clone(), positions[-1][:, -new:] if positions else None)
+        )
         return logits
 
     def record_positions(_: nn.Module, __: Any, rows: Tensor) -> None:
@@ -126,7 +156,9 @@ def generate(
         hook = point.register_forward_hook(record_positions)
     try:
         with wrapping_methods([model], "forward", recording_forward):
-            return model.generate(tokens, **{name: value for name, value in options.items() if name in takes}), forwards
+            return model.generate(
+                tokens, **{name: value for name, value in options.items() if name in takes}
+            ), forwards
     finally:
         if hook is not None:
             hook.remove()

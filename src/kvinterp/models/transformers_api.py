@@ -1,4 +1,5 @@
-"""What kvinterp uses of transformers besides models and caches, so that a new version of it needs changes in this folder alone.
+"""What kvinterp uses of transformers besides models and caches, so that a new version of it needs
+changes in this folder alone.
 
 Each function imports transformers when it is called: listing the ways of running needs none of it.
 """
@@ -18,20 +19,34 @@ def can_generate(model: nn.Module) -> bool:
     """Whether a model has a ``generate()`` of transformers'."""
     from transformers import PreTrainedModel
 
-    return isinstance(model, PreTrainedModel) and hasattr(model, "generate") and bool(model.can_generate())
+    return (
+        isinstance(model, PreTrainedModel)
+        and hasattr(model, "generate")
+        and bool(model.can_generate())
+    )
 
 
 def greedy(steps: int, **options: Any) -> Any:
-    """Makes the config of a greedy ``generate()`` of at most ``steps`` tokens, with one beam by default and no compilation."""
+    """Makes the config of a greedy ``generate()`` of at most ``steps`` tokens, with one beam by
+    default and no compilation.
+    """
     from transformers import GenerationConfig
 
     return GenerationConfig(
-        **{"max_new_tokens": steps, "do_sample": False, "num_beams": 1, "disable_compile": True, **options}
+        **{
+            "max_new_tokens": steps,
+            "do_sample": False,
+            "num_beams": 1,
+            "disable_compile": True,
+            **options,
+        }
     )
 
 
 def looks_for_packed_texts(forward: Callable[[], object]) -> bool:
-    """Whether a forward has transformers look for texts packed in one row, which it finds in positions and keeps apart."""
+    """Whether a forward has transformers look for texts packed in one row, which it finds in
+    positions and keeps apart.
+    """
     from transformers import masking_utils
 
     own, calls = getattr(masking_utils, "find_packed_sequence_indices", None), list[int]()
@@ -52,9 +67,11 @@ def looks_for_packed_texts(forward: Callable[[], object]) -> bool:
 
 @contextlib.contextmanager
 def flex_uncompiled() -> Iterator[None]:
-    """Runs flex attention as it is: nothing is compiled, and what transformers keeps of a compiled one stays as it was.
+    """Runs flex attention as it is: nothing is compiled, and what transformers keeps of a compiled
+    one stays as it was.
 
-    The stance alone would do, but each ``torch.compile`` imports the compiler all the same, which takes seconds.
+    The stance alone would do, but each ``torch.compile`` imports the compiler all the same, which
+    takes seconds.
     """
     from transformers.integrations.flex_attention import WrappedFlexAttention
 
@@ -72,10 +89,14 @@ def flex_uncompiled() -> Iterator[None]:
 
 
 def from_config(config: Any, attention: str | None, trusted: bool) -> Any:
-    """Makes a causal model with random weights; ``trusted``: code that came with the config may run."""
+    """Makes a causal model with random weights; ``trusted``: code that came with the config may
+    run.
+    """
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, trust_remote_code=trusted)
+    return AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, trust_remote_code=trusted
+    )
 
 
 def register_attention(name: str, attention: Callable[..., Any]) -> None:
@@ -87,7 +108,8 @@ def register_attention(name: str, attention: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def wrapping_attention(layers: Mapping[nn.Module, int], read: Callable[..., Any]) -> Iterator[None]:
-    """Replaces the keys and values of modules that get their attention function from transformers, while the context lasts.
+    """Replaces the keys and values of modules that get their attention function from transformers,
+    while the context lasts.
 
     Args:
         layers: The layer of each module.
@@ -100,7 +122,9 @@ def wrapping_attention(layers: Mapping[nn.Module, int], read: Callable[..., Any]
     @functools.cache
     def reading(attention: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(attention)
-        def wrapped(module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        def wrapped(
+            module: nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             if module in layers:
                 key, value = read(layers[module], key, value)
             return attention(module, query, key, value, *args, **kwargs)

@@ -1,10 +1,12 @@
 """transformers' caches, for the bridge and native kinds.
 
-A cached path runs on a cache of transformers' own. Only its ``update`` goes through the store; the layers, their memory and the
-tensors that they return to attention are transformers', and so are the bits.
+A cached path runs on a cache of transformers' own. Only its ``update`` goes through the store; the
+layers, their memory and the tensors that they return to attention are transformers', and so are the
+bits.
 
-For a pass without a cache, and for the preallocated store, the model receives a transformers cache whose layers keep their
-keys and values in the store. Layers that keep something else (Mamba and Gated DeltaNet states, indexers) stay transformers' own.
+For a pass without a cache, and for the preallocated store, the model receives a transformers cache
+whose layers keep their keys and values in the store. Layers that keep something else (Mamba and
+Gated DeltaNet states, indexers) stay transformers' own.
 """
 
 from __future__ import annotations
@@ -47,14 +49,17 @@ def text_config(model: nn.Module) -> Any:
 
 
 class Memory(NamedTuple):
-    """The way in which a model passes its cache on, found by running it, since releases and families name it differently.
+    """The way in which a model passes its cache on, found by running it, since releases and
+    families name it differently.
 
     Attributes:
-        name: The argument by which the forward takes the cache; None where it takes none that it uses.
+        name: The argument by which the forward takes the cache; None where it takes none that it
+            uses.
         cache_class: The class of the cache that the forward makes where it receives none.
         own_form: Whether that cache has no layer of keys and values, as Mamba's and RWKV's.
         crash: What the forward raised when it was asked for its cache; empty where it answered.
-        grows: Whether it uses more layers of a cache than its config names, as where blocks run several times in a forward.
+        grows: Whether it uses more layers of a cache than its config names, as where blocks run
+            several times in a forward.
         runs: How often its first block runs in a forward.
     """
 
@@ -67,7 +72,8 @@ class Memory(NamedTuple):
 
 
 def returned_cache(output: Any, arguments: Collection[str]) -> tuple[str, Any]:
-    """Finds a transformers cache in a forward's output, or else a value that one of the forward's arguments takes.
+    """Finds a transformers cache in a forward's output, or else a value that one of the forward's
+    arguments takes.
 
     Returns:
         Its name in the output and the value; ``("", None)`` where there is neither.
@@ -79,7 +85,9 @@ def returned_cache(output: Any, arguments: Collection[str]) -> tuple[str, Any]:
 
 
 class StoreLayer(DynamicLayer):
-    """One layer of the store as a cache layer of transformers, ``[batch, kv_head, position, head_dim]``."""
+    """One layer of the store as a cache layer of transformers,
+    ``[batch, kv_head, position, head_dim]``.
+    """
 
     def __init__(self, store: KVStore, layer: int, window: int | None) -> None:
         super().__init__()
@@ -90,20 +98,28 @@ class StoreLayer(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the store allocates at its first update."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Appends to the store and returns the keys and values that attention reads."""
         self.used = True
         return self.store.update(self.layer, key_states, value_states, self.sliding_window)
 
     def get_seq_length(self) -> int:
-        """Counts the positions seen so far, whether or not a sliding window still shows them to attention."""
+        """Counts the positions seen so far, whether or not a sliding window still shows them to
+        attention.
+        """
         return self.store.length(self.layer)
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Length and offset of the keys that the next update will return."""
         length = self.store.length(self.layer)
         if self.sliding_window is None:
-            return _mask_sizes(length, self.store.keys_values(self.layer)[0].shape[2] if length else 0, query_length)
+            return _mask_sizes(
+                length,
+                self.store.keys_values(self.layer)[0].shape[2] if length else 0,
+                query_length,
+            )
         return _mask_sizes(length, min(length, self.sliding_window - 1), query_length)
 
     def get_max_length(self) -> int:
@@ -114,28 +130,38 @@ class StoreLayer(DynamicLayer):
 
 
 class ThinnedLayer(DynamicLayer):
-    """transformers' own growing layer, from which rows may be removed: it goes on counting the positions that it has seen."""
+    """transformers' own growing layer, from which rows may be removed: it goes on counting the
+    positions that it has seen.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Appends as transformers does."""
         self.seen += key_states.shape[-2]
         return super().update(key_states, value_states, *args, **kwargs)
 
     def get_seq_length(self) -> int:
-        """Counts the positions seen so far, removed rows included: the next token has this position."""
+        """Counts the positions seen so far, removed rows included: the next token has this
+        position.
+        """
         return self.seen
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Length and offset as if the rows that are left were the newest: every query may read them all."""
+        """Length and offset as if the rows that are left were the newest: every query may read them
+        all.
+        """
         return _mask_sizes(self.seen, 0 if self.keys is None else self.keys.shape[-2], query_length)
 
 
 def _mask_sizes(positions: int, rows: int, query_length: int | Tensor) -> tuple[int, int]:
-    """The number of keys that the next queries read, and the position of the first, where ``rows`` of ``positions`` are left."""
+    """The number of keys that the next queries read, and the position of the first, where ``rows``
+    of ``positions`` are left.
+    """
     new = query_length if isinstance(query_length, int) else int(query_length.shape[0])
     return rows + new, positions - rows
 
@@ -146,16 +172,22 @@ def is_attention_only(cache: Cache) -> bool:
 
 
 def model_cache(store: KVStore, new_cache: Callable[[], Cache], architecture: str) -> Cache:
-    """The cache object that the model receives for a store, the same for the store's whole life: some layers keep a state in it.
+    """The cache object that the model receives for a store, the same for the store's whole life:
+    some layers keep a state in it.
 
-    It is the library cache of the store, or a cache of ``new_cache()`` whose attention layers keep their tensors in the store.
+    It is the library cache of the store, or a cache of ``new_cache()`` whose attention layers keep
+    their tensors in the store.
 
     Raises:
         UnsupportedError: An earlier forward did not use the cache.
     """
     if store.model_cache is not None:
         layers = store.model_cache.layers
-        used = [getattr(part, "used", part.is_initialized) for part in layers if isinstance(part, CacheLayerMixin)]
+        used = [
+            getattr(part, "used", part.is_initialized)
+            for part in layers
+            if isinstance(part, CacheLayerMixin)
+        ]
         if used and not any(used):
             raise UnsupportedError(
                 f"{NOT_READ} ({architecture}, as it runs here, leaves the cache that it is given empty), so there is no cached "
@@ -167,7 +199,9 @@ def model_cache(store: KVStore, new_cache: Callable[[], Cache], architecture: st
         store.model_cache = new_cache()
         for index, layer in enumerate(store.model_cache.layers):
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-                store.model_cache.layers[index] = StoreLayer(store, index, getattr(layer, "sliding_window", None))
+                store.model_cache.layers[index] = StoreLayer(
+                    store, index, getattr(layer, "sliding_window", None)
+                )
     cache: Cache = store.model_cache
     return cache
 
@@ -182,13 +216,21 @@ class TransformersCache(OwnCache):
     def connect(self, update: Callable[..., KeysValues]) -> None:
         """Sends every update of the cache to ``update``."""
 
-        def send(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> KeysValues:
+        def send(
+            key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> KeysValues:
             return update(layer_idx, key_states, value_states, None, *args, **kwargs)
 
         self.model_cache.update = send  # type: ignore[method-assign]
 
     def append(
-        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *args: Any, **kwargs: Any
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> KeysValues:
         """Runs the cache's own update.
 
@@ -198,7 +240,8 @@ class TransformersCache(OwnCache):
         try:
             return self._update(keys, values, layer, *args, **kwargs)
         except ValueError as error:
-            # Each quantising backend has its own group sizes. The user sees any other error of their cache as it is.
+            # Each quantising backend has its own group sizes. The user sees any other error of
+            # their cache as it is.
             if not any(isinstance(part, BaseQuantizedLayer) for part in self.model_cache.layers):
                 raise
             (heads, rows, width), why = keys.shape[1:], str(error).rstrip(".")
@@ -208,15 +251,22 @@ class TransformersCache(OwnCache):
             ) from error
 
     def keys_values(self, layer: int) -> KeysValues | None:
-        """The layer's own tensors; None for a quantised layer, whose tensors do not hold everything."""
+        """The layer's own tensors; None for a quantised layer, whose tensors do not hold
+        everything.
+        """
         part = self.model_cache.layers[layer] if layer < len(self.model_cache.layers) else None
         keys, values = getattr(part, "keys", None), getattr(part, "values", None)
-        if isinstance(part, BaseQuantizedLayer) or not isinstance(keys, Tensor) or not isinstance(values, Tensor):
+        if (
+            isinstance(part, BaseQuantizedLayer)
+            or not isinstance(keys, Tensor)
+            or not isinstance(values, Tensor)
+        ):
             return None
         return keys, values
 
     def let_go(self, kind: str) -> None:
-        """Replaces the layers of a DynamicCache by layers that count the positions that they have seen.
+        """Replaces the layers of a DynamicCache by layers that count the positions that they have
+        seen.
 
         Raises:
             UnsupportedError: It is no DynamicCache of plain layers.
@@ -266,12 +316,16 @@ class OnTransformersCache(Adapter):
 
     @property
     def cache_name(self) -> str:  # type: ignore[override]
-        """The argument by which the model's own forward takes its cache; empty where it takes none."""
+        """The argument by which the model's own forward takes its cache; empty where it takes
+        none.
+        """
         return self.memory.name or ""
 
     @torch.no_grad()
     def _find_memory(self) -> Memory:
-        """Runs two tokens and finds the cache in the output, and the argument that takes it back."""
+        """Runs two tokens and finds the cache in the output, and the argument that takes it
+        back.
+        """
         arguments = inspect.signature(self.source.forward).parameters
         tokens = torch.arange(3, 5, device=self.device)[None] % self.facts.vocabulary
         raised: list[str] = []
@@ -292,9 +346,12 @@ class OnTransformersCache(Adapter):
             if name in arguments:
                 layers = getattr(cache, "layers", ())
                 own_form = not any(isinstance(layer, CacheLayerMixin) for layer in layers)
-                grows = type(cache) is DynamicCache and 0 < len(DynamicCache(config=self.config).layers) < len(layers)
+                grows = type(cache) is DynamicCache and 0 < len(
+                    DynamicCache(config=self.config).layers
+                ) < len(layers)
                 return Memory(name, type(cache), own_form, grows=grows, runs=len(runs))
-            # The output may use another name than the argument, or hold a cache only where one was passed in.
+            # The output may use another name than the argument, or hold a cache only where one was
+            # passed in.
             for argument in dict.fromkeys((*filter(None, [name]), *arguments, *TAKEN_AS)):
                 passed = DynamicCache(config=self.config) if cache is None else cache
                 before = passed.get_seq_length()
@@ -310,22 +367,32 @@ class OnTransformersCache(Adapter):
 
     @property
     def config(self) -> Any:
-        """The config of the decoder, inside a multimodal config too; found once, since every forward asks for it."""
+        """The config of the decoder, inside a multimodal config too; found once, since every
+        forward asks for it.
+        """
         whole: Any = self.source.config
         if self._configs[0] is not whole:
             self._configs = whole, whole.get_text_config(decoder=True)
         return self._configs[1]
 
     def new_cache(self) -> Any:
-        """Makes a DynamicCache with the layers that the config says, or one that grows where the model uses more."""
+        """Makes a DynamicCache with the layers that the config says, or one that grows where the
+        model uses more.
+        """
         return DynamicCache() if self.memory.grows else DynamicCache(config=self.config)
 
     def block_cache(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Finds the transformers cache among a block's arguments, which every architecture names in its own way."""
-        return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+        """Finds the transformers cache among a block's arguments, which every architecture names in
+        its own way.
+        """
+        return next(
+            (value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None
+        )
 
     def cached_length(self, cache: Any) -> int:
-        """Counts the positions that the cache has seen; 0 for one that keeps a state and no positions."""
+        """Counts the positions that the cache has seen; 0 for one that keeps a state and no
+        positions.
+        """
         if cache is None:
             return 0
         layers = getattr(cache, "layers", [])
@@ -333,7 +400,8 @@ class OnTransformersCache(Adapter):
         return 0 if states else int(cache.get_seq_length())
 
     def intercept_cache(self, layer: int, cache: Any, on_read: CacheRead) -> Callable[[], None]:
-        """Wraps ``update`` of the user's own cache; of a static cache ``on_read`` receives the filled slots only.
+        """Wraps ``update`` of the user's own cache; of a static cache ``on_read`` receives the
+        filled slots only.
 
         Raises:
             InputError: There is no cache.
@@ -346,7 +414,12 @@ class OnTransformersCache(Adapter):
         _check_readable(cache)
 
         def reader(
-            read: KeysValues, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+            read: KeysValues,
+            key_states: Tensor,
+            value_states: Tensor,
+            layer_idx: int,
+            *_: Any,
+            **__: Any,
         ) -> KeysValues | None:
             if layer_idx != layer:
                 return None
@@ -356,12 +429,15 @@ class OnTransformersCache(Adapter):
             new = on_read(layer_idx, stop - filled, keys[:, :, :filled], values[:, :, :filled])
             if new is None:
                 return None
-            return torch.cat([new[0], keys[:, :, filled:]], 2), torch.cat([new[1], values[:, :, filled:]], 2)
+            return torch.cat([new[0], keys[:, :, filled:]], 2), torch.cat(
+                [new[1], values[:, :, filled:]], 2
+            )
 
         return add_reader(cache, "update", reader)
 
     def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
-        """Reads a layer's keys or values from the cache of the user's own forward; None where it holds something else.
+        """Reads a layer's keys or values from the cache of the user's own forward; None where it
+        holds something else.
 
         Raises:
             UnsupportedError: It holds them in a form that cannot be read here.

@@ -1,7 +1,8 @@
 """Cells done by Ray's workers, on this machine or on a cluster.
 
-An engine is called with cells and with what they are offered: ``keep``, ``tell``, ``progress``. Wherever a cell is done, it is
-this process that keeps what it gave, as it arrives, so that a run goes on from its cells under either engine.
+An engine is called with cells and with what they are offered: ``keep``, ``tell``, ``progress``.
+Wherever a cell is done, it is this process that keeps what it gave, as it arrives, so that a run
+goes on from its cells under either engine.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ _ADVICE = (
     "--engine out."
 )
 _SHARES = 4
-"""Into how many pieces at least a worker's share of the cells is cut, so that none waits long for the last."""
+"""Into how many pieces at least a worker's share of the cells is cut, so that none waits long for
+the last.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ray:
     """Tasks of Ray: on the cluster that ``RAY_ADDRESS`` names, or on workers of this machine.
 
-    A task is a cell, or a few that share a call; Ray gives it to another worker where one ends. A worker on a machine that is not
-    like this one is refused, since its bits may be others.
+    A task is a cell, or a few that share a call; Ray gives it to another worker where one ends. A
+    worker on a machine that is not like this one is refused, since its bits may be others.
 
     Attributes:
-        workers: How many workers are started on this machine; unless given the cluster's, or one for as many of its cores as this
-            process has threads.
+        workers: How many workers are started on this machine; unless given the cluster's, or one
+            for as many of its cores as this process has threads.
     """
 
     workers: int | None = None
@@ -57,16 +60,30 @@ class Ray:
         from kvinterp.models.provenance import machine
 
         here, ours = machine(), not ray.is_initialized()
-        on_this = {} if self.workers is None else {"address": "local", "num_cpus": self.workers * here["threads"]}
+        on_this = (
+            {}
+            if self.workers is None
+            else {"address": "local", "num_cpus": self.workers * here["threads"]}
+        )
         try:
-            ray.init(include_dashboard=False, logging_level=logging.ERROR, ignore_reinit_error=True, **on_this)
-        # Whatever it says: of a cluster that does not answer or of another version, a port that is taken, memory that is wanting.
+            ray.init(
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+                ignore_reinit_error=True,
+                **on_this,
+            )
+        # Whatever it says: of a cluster that does not answer or of another version, a port that is
+        #     taken, memory that is wanting.
         except Exception as error:
-            raise KvinterpError(f"Ray cannot be reached or started ({reason(error)}): {_ADVICE}") from error
+            raise KvinterpError(
+                f"Ray cannot be reached or started ({reason(error)}): {_ADVICE}"
+            ) from error
         try:
             gpus = int(torch.cuda.is_available() and ray.cluster_resources().get("GPU", 0) > 0)
             work = ray.remote(num_cpus=here["threads"], num_gpus=gpus)(_work)
-            waiting = [work.remote(piece, here) for piece in _pieces(cells, self.workers or _SHARES)]
+            waiting = [
+                work.remote(piece, here) for piece in _pieces(cells, self.workers or _SHARES)
+            ]
             while waiting:
                 (done,), waiting = ray.wait(waiting)
                 for key, made in ray.get(done).items():
@@ -74,7 +91,9 @@ class Ray:
         except ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, Exception) else error) from None
         except ray.exceptions.RayError as error:
-            raise KvinterpError(f"Ray gave up a piece of work ({reason(error)}): {_ADVICE}") from error
+            raise KvinterpError(
+                f"Ray gave up a piece of work ({reason(error)}): {_ADVICE}"
+            ) from error
         finally:
             if ours:
                 ray.shutdown()
@@ -85,10 +104,16 @@ class Ray:
         Raises:
             InputError: Ray is not installed, or no number of workers was given.
         """
-        if self.workers is not None and not (isinstance(self.workers, int) and 1 <= self.workers <= 100_000):
-            raise InputError(f"engine ray({self.workers}) was given: expected a whole number of workers, as in ray(4).")
+        if self.workers is not None and not (
+            isinstance(self.workers, int) and 1 <= self.workers <= 100_000
+        ):
+            raise InputError(
+                f"engine ray({self.workers}) was given: expected a whole number of workers, as in ray(4)."
+            )
         if importlib.util.find_spec("ray") is None:
-            raise InputError("engine 'ray' needs Ray, which is not installed: pip install 'kvinterp[ray]', or use 'local'.")
+            raise InputError(
+                "engine 'ray' needs Ray, which is not installed: pip install 'kvinterp[ray]', or use 'local'."
+            )
 
 
 def _pieces(cells: Sequence[Cell], workers: int) -> Iterator[list[Cell]]:

@@ -1,9 +1,11 @@
-"""What the root-cause study measures: dot products, one rounded block, K and V where they are written, precisions, KV heads.
+"""What the root-cause study measures: dot products, one rounded block, K and V where they are
+written, precisions, KV heads.
 
-They are the FP16 paper's root cause falsification (arXiv 2604.15409, section 5.2), which argues that FP16 sums taken in
-another order are the cause of the divergence: four of the five that it numbers there, on any model, each with the control
-that tells the possible readings apart, and one about grouped-query attention. What comes out of one prompt or one seed is a
-row of its own, so that every mean has its interval.
+They are the FP16 paper's root cause falsification (arXiv 2604.15409, section 5.2), which argues
+that FP16 sums taken in another order are the cause of the divergence: four of the five that it
+numbers there, on any model, each with the control that tells the possible readings apart, and one
+about grouped-query attention. What comes out of one prompt or one seed is a row of its own, so that
+every mean has its interval.
 """
 
 from __future__ import annotations
@@ -42,14 +44,18 @@ LADDER = (
     ("float16", "split_k(4,float32)"),
     ("float16", "layer_cast"),
 )
-"""Dtype and kernel mode of each rung: precision changes down the first four, the order of additions in the others.
+"""Dtype and kernel mode of each rung: precision changes down the first four, the order of additions
+in the others.
 
-No mode adds in 16 bits throughout: ``batch_invariant`` and the machine's own matrix products add in float32 and round once.
-A fixed order that makes the paths equal shows that the order of additions matters, not that sums kept in FP16 do."""
+No mode adds in 16 bits throughout: ``batch_invariant`` and the machine's own matrix products add in
+float32 and round once. A fixed order that makes the paths equal shows that the order of additions
+matters, not that sums kept in FP16 do."""
 
 
 GROWTH = {"l2": "l2_growth", "relative_l2": "relative_growth"}
-"""Measures of drift, the paper's and the same over the length of the stream, and the column of each over that at the source."""
+"""Measures of drift, the paper's and the same over the length of the stream, and the column of each
+over that at the source.
+"""
 
 
 Place = tuple[str, int]
@@ -58,14 +64,17 @@ Place = tuple[str, int]
 
 @contextlib.contextmanager
 def hearing(
-    adapter: Adapter, places: Iterable[Place], planted: Mapping[Place, Callable[[Tensor], Tensor]] = MappingProxyType({})
+    adapter: Adapter,
+    places: Iterable[Place],
+    planted: Mapping[Place, Callable[[Tensor], Tensor]] = MappingProxyType({}),
 ) -> Iterator[dict[Place, Tensor]]:
     """Within it the newest position of what a model computes at some places is noted, by place.
 
     Args:
         adapter: The model.
         places: Sites and layers.
-        planted: What a tensor is turned into at a place, at every position, before the model goes on with it.
+        planted: What a tensor is turned into at a place, at every position, before the model goes
+            on with it.
     """
     seen: dict[Place, Tensor] = {}
 
@@ -81,7 +90,9 @@ def hearing(
 
 @torch.no_grad()
 def newest_at(adapter: Adapter, tokens: Tensor, *places: Any) -> tuple[dict[Place, Tensor], Tensor]:
-    """What one forward of token ids ``[1, position]`` computes at some places, see :func:`hearing`, and its logits."""
+    """What one forward of token ids ``[1, position]`` computes at some places, see :func:`hearing`,
+    and its logits.
+    """
     with own_threads(adapter), hearing(adapter, *places) as seen:
         logits = adapter.forward(tokens)[0, -1]
     return seen, logits
@@ -94,32 +105,38 @@ def accumulation_error(
     samples: int = 64,
     seeds: Sequence[int] = range(16),
 ) -> pd.DataFrame:
-    """Root-cause experiment 1: relative error of the dot products of attention, one term added after another, against length.
+    """Root-cause experiment 1: relative error of the dot products of attention, one term added
+    after another, against length.
 
-    The paper reports it flat in the sequence length. Attention has two sums: a score adds over the head's width, which a
-    longer sequence does not change, and the value product adds over the positions. And an error is relative to something:
-    to the magnitudes that were added, or to their sum, which cancellation makes smaller the more terms there are. The
-    operands are the same 16-bit numbers for every accumulator, so that what is measured is the sum's own rounding.
+    The paper reports it flat in the sequence length. Attention has two sums: a score adds over the
+    head's width, which a longer sequence does not change, and the value product adds over the
+    positions. And an error is relative to something: to the magnitudes that were added, or to their
+    sum, which cancellation makes smaller the more terms there are. The operands are the same 16-bit
+    numbers for every accumulator, so that what is measured is the sum's own rounding.
 
     Args:
         lengths: Numbers of positions.
         head_dims: Widths of a head, over which a score adds.
         accumulate: The dtypes running sums are rounded to.
         samples: Dot products of each seed.
-        seeds: Seed the operands, standard normal; attention's weights are the softmax of standard normal scores. The same
-            operands are given to every accumulator, and several seeds say how much of a difference is the operands' luck.
+        seeds: Seed the operands, standard normal; attention's weights are the softmax of standard
+            normal scores. The same operands are given to every accumulator, and several seeds say
+            how much of a difference is the operands' luck.
 
     Returns:
-        One row a product (scores for every head_dim, values), length, accumulator and seed: terms, mean_relative and
-        std_relative (to the sum of the terms' magnitudes), relative_to_result (median), in_unit_roundoffs (of
-        mean_relative).
+        One row a product (scores for every head_dim, values), length, accumulator and seed: terms,
+        mean_relative and std_relative (to the sum of the terms' magnitudes), relative_to_result
+        (median), in_unit_roundoffs (of mean_relative).
     """
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     tables = []
-    for head_dim, length in each(list(itertools.product([*head_dims, None], lengths)), "adding up,", "sum"):
+    for head_dim, length in each(
+        list(itertools.product([*head_dims, None], lengths)), "adding up,", "sum"
+    ):
         product, terms = ("values", length) if head_dim is None else ("scores", head_dim)
         operands = [torch.randn(2, samples, terms, generator=generator) for generator in generators]
-        # Every seed's sums side by side: what is added up one after another is as many terms, not as many seeds.
+        # Every seed's sums side by side: what is added up one after another is as many terms, not
+        # as many seeds.
         a, b = torch.cat(operands, dim=1)
         a = torch.softmax(a, -1) if product == "values" else a
         a, b = a.half().double(), b.half().double()
@@ -127,7 +144,9 @@ def accumulation_error(
         for name in accumulate:
             dtype: Any = dtype_named(name)
             error = (_added_up(a, b, dtype) - exact).abs()
-            relative, to_result = ((error / over).view(-1, samples) for over in (size, exact.abs().clamp(min=1e-12)))
+            relative, to_result = (
+                (error / over).view(-1, samples) for over in (size, exact.abs().clamp(min=1e-12))
+            )
             tables.append(pd.DataFrame({
                 "product": product,
                 "length": length,
@@ -146,13 +165,17 @@ def accumulation_error(
 def _added_up(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     total = torch.zeros(a.shape[0], dtype=dtype)
     for x, y in zip(a.unbind(-1), b.unbind(-1), strict=True):
-        # The product of two 16-bit numbers is exact in float64: one rounding for the product, one for the sum.
+        # The product of two 16-bit numbers is exact in float64: one rounding for the product, one
+        # for the sum.
         total = (total.double() + (x * y).to(dtype).double()).to(dtype)
     return total.double()
 
 
-def propagation(model: Any, prompts: Sequence[Sequence[int]], sources: Sequence[int] | None = None) -> pd.DataFrame:
-    """Root-cause experiment 2: one block's output rounded to float16 once, the rest in float64, and how far off later blocks are.
+def propagation(
+    model: Any, prompts: Sequence[Sequence[int]], sources: Sequence[int] | None = None
+) -> pd.DataFrame:
+    """Root-cause experiment 2: one block's output rounded to float16 once, the rest in float64, and
+    how far off later blocks are.
 
     Args:
         model: A model of any kind; it is run in float64.
@@ -160,9 +183,10 @@ def propagation(model: Any, prompts: Sequence[Sequence[int]], sources: Sequence[
         sources: The blocks, one at a time. Default: all.
 
     Returns:
-        One row a prompt, source and layer: l2 and relative_l2 of the residual stream at the newest position (the paper's
-        measure is the absolute one; a stream that grows makes the other smaller), and l2_growth and relative_growth, each
-        over that at the source (NaN where the rounding changed nothing there).
+        One row a prompt, source and layer: l2 and relative_l2 of the residual stream at the newest
+        position (the paper's measure is the absolute one; a stream that grows makes the other
+        smaller), and l2_growth and relative_growth, each over that at the source (NaN where the
+        rounding changed nothing there).
     """
     adapter = wrap(model).at(torch.float64)
     count = adapter.facts.layers
@@ -172,7 +196,9 @@ def propagation(model: Any, prompts: Sequence[Sequence[int]], sources: Sequence[
         tokens = torch.tensor([list(prompt)], device=adapter.device)
         clean, _ = newest_at(adapter, tokens, places)
         for source in range(count) if sources is None else sources:
-            noisy, _ = newest_at(adapter, tokens, places, {places[source]: lambda x: x.to(torch.float16).to(x.dtype)})
+            noisy, _ = newest_at(
+                adapter, tokens, places, {places[source]: lambda x: x.to(torch.float16).to(x.dtype)}
+            )
             for place in places[source:]:
                 drift = metrics.residual_drift(noisy[place][None], clean[place][None])
                 rows.append((number, source, place[1], *(float(drift[name]) for name in GROWTH)))
@@ -186,12 +212,19 @@ def propagation(model: Any, prompts: Sequence[Sequence[int]], sources: Sequence[
 def kv_write_error(
     model: Any,
     prompts: Sequence[Sequence[int]],
-    kernels: Sequence[str] = ("native", "split_k(4,float16)", "split_k(4,float32)", "batch_invariant"),
+    kernels: Sequence[str] = (
+        "native",
+        "split_k(4,float16)",
+        "split_k(4,float32)",
+        "batch_invariant",
+    ),
     steps: int = 8,
 ) -> pd.DataFrame:
-    """Root-cause experiment 3: K and V of one new token, computed alone as a cached step does and jointly with the whole prefix.
+    """Root-cause experiment 3: K and V of one new token, computed alone as a cached step does and
+    jointly with the whole prefix.
 
-    Both are given bitwise the same residual stream, so that what differs is born where the cache is written.
+    Both are given bitwise the same residual stream, so that what differs is born where the cache is
+    written.
 
     Args:
         model: A model of any kind, in the dtype to be measured.
@@ -200,16 +233,23 @@ def kv_write_error(
         steps: New tokens a prompt.
 
     Returns:
-        One row a kernel mode, prompt, position, layer and tensor: relative_error (worst head), ulp_mean, ulp_max,
-        share_differing (of the numbers written).
+        One row a kernel mode, prompt, position, layer and tensor: relative_error (worst head),
+        ulp_mean, ulp_max, share_differing (of the numbers written).
     """
     adapter = wrap(model)
     rows = []
-    for mode, (number, prompt) in each(list(itertools.product(kernels, enumerate(prompts))), "K and V,", "prompt"):
+    for mode, (number, prompt) in each(
+        list(itertools.product(kernels, enumerate(prompts))), "K and V,", "prompt"
+    ):
         if len(prompt) <= steps:
-            raise InputError(f"prompt {number} has {len(prompt)} tokens: expected more than steps={steps}.")
+            raise InputError(
+                f"prompt {number} has {len(prompt)} tokens: expected more than steps={steps}."
+            )
         tokens = torch.tensor([list(prompt)], device=adapter.device)
-        places, prefill = itertools.product(("k", "v"), range(adapter.facts.layers)), len(prompt) - steps
+        places, prefill = (
+            itertools.product(("k", "v"), range(adapter.facts.layers)),
+            len(prompt) - steps,
+        )
         block = BlockModel(adapter, kernels_named(mode))
         with referenced(block, tokens) as hooks, hearing(adapter, places) as tensors:
             _, cache = hooks.feed(0, prefill)
@@ -242,7 +282,8 @@ def precision_ladder(
     rungs: Sequence[tuple[str, str]] = LADDER,
     max_new_tokens: int = 32,
 ) -> pd.DataFrame:
-    """Root-cause experiment 5: the full pipeline in every precision and under every order of additions.
+    """Root-cause experiment 5: the full pipeline in every precision and under every order of
+    additions.
 
     Args:
         model: A model of any kind whose weights are in float16.
@@ -251,9 +292,10 @@ def precision_ladder(
         max_new_tokens: Most steps.
 
     Returns:
-        One row a rung and prompt: flipped, mean_kl, mean_kl_before_flip (with the step of the flip itself),
-        rms_logit (mean over steps), max_abs_logit, bitwise_equal_steps, steps, kl_over_squared_logit (mean_kl over the mean
-        of rms_logit squared). A prompt that could not be compared has ``failed`` and no numbers.
+        One row a rung and prompt: flipped, mean_kl, mean_kl_before_flip (with the step of the flip
+        itself), rms_logit (mean over steps), max_abs_logit, bitwise_equal_steps, steps,
+        kl_over_squared_logit (mean_kl over the mean of rms_logit squared). A prompt that could not
+        be compared has ``failed`` and no numbers.
     """
     rows = []
     for dtype, kernels in each(rungs, "ladder,", "rung"):
@@ -290,9 +332,11 @@ def gqa_spread(
     error: float = 2.0**-11,
     positions: Sequence[int] = (-1, -4, -8),
 ) -> pd.DataFrame:
-    """The same relative error planted in one KV head's entry, and how far it spreads through the heads that share it.
+    """The same relative error planted in one KV head's entry, and how far it spreads through the
+    heads that share it.
 
-    Everything is computed in float64, so that the planted error (default: one float16 unit roundoff) is the only one.
+    Everything is computed in float64, so that the planted error (default: one float16 unit
+    roundoff) is the only one.
 
     Args:
         models: Models that differ in how many query heads share a KV head.
@@ -302,9 +346,10 @@ def gqa_spread(
         positions: The cache positions it is planted at, one at a time, counted from the newest.
 
     Returns:
-        One row a model, prompt, tensor, KV head and position: query_heads_per_kv_head, heads_touched, share_touched,
-        head_error (mean relative error of z in the touched heads), attn_out, resid_post (relative L2, at the planted layer),
-        final (relative L2 of the last residual stream), kl (nats).
+        One row a model, prompt, tensor, KV head and position: query_heads_per_kv_head,
+        heads_touched, share_touched, head_error (mean relative error of z in the touched heads),
+        attn_out, resid_post (relative L2, at the planted layer), final (relative L2 of the last
+        residual stream), kl (nats).
     """
     rows = []
     for model in models:
@@ -312,16 +357,28 @@ def gqa_spread(
         facts = adapter.facts
         places: dict[str, Place] = {name: (name, layer) for name in ("z", "attn_out", "resid_post")}
         places["final"] = ("resid_post", facts.layers - 1)
-        for number, prompt in enumerate(each(prompts, f"planting errors in {facts.name},", "prompt")):
+        for number, prompt in enumerate(
+            each(prompts, f"planting errors in {facts.name},", "prompt")
+        ):
             tokens = torch.tensor([list(prompt)], device=adapter.device)
             clean, logits = newest_at(adapter, tokens, places.values())
-            for tensor, head, position in itertools.product(("k", "v"), range(facts.kv_heads), positions):
-                noise = {(tensor, layer): functools.partial(_planted, head=head, position=position, error=error)}
+            for tensor, head, position in itertools.product(
+                ("k", "v"), range(facts.kv_heads), positions
+            ):
+                noise = {
+                    (tensor, layer): functools.partial(
+                        _planted, head=head, position=position, error=error
+                    )
+                }
                 noisy, changed = newest_at(adapter, tokens, places.values(), noise)
                 off = metrics.vector_errors(noisy["z", layer], clean["z", layer])["relative_error"]
                 touched = off > 0
                 drifts = {
-                    name: float(metrics.residual_drift(noisy[place][None], clean[place][None])["relative_l2"])
+                    name: float(
+                        metrics.residual_drift(noisy[place][None], clean[place][None])[
+                            "relative_l2"
+                        ]
+                    )
                     for name, place in places.items()
                     if name != "z"
                 }

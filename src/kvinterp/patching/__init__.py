@@ -1,4 +1,6 @@
-"""WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into its parts."""
+"""WHAT IS MOVED: patches as data, sweeps over them, and the split of the difference into its
+parts.
+"""
 
 from kvinterp.patching.ablations import Ablation
 from kvinterp.patching.around import patched

@@ -1,7 +1,8 @@
 """Donors of patches that are no trace: zeros, and a user's own tensors or functions.
 
-For another prompt's rows position by position, use its trace as the donor. A user may give a tensor (such as the mean of what
-other prompts recorded), TransformerLens's ``ActivationCache``, or a function of the activation (steering).
+For another prompt's rows position by position, use its trace as the donor. A user may give a tensor
+(such as the mean of what other prompts recorded), TransformerLens's ``ActivationCache``, or a
+function of the activation (steering).
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Ablation:
     name: str
 
     def rows(self, like: Tensor) -> Tensor:
-        """The rows that replace a tensor of a site, ``like``, of which shape, dtype and device matter."""
+        """The rows that replace a tensor of a site, ``like``, of which shape, dtype and device
+        matter.
+        """
         return torch.zeros_like(like)
 
 
@@ -48,10 +51,12 @@ class HandedRows:
 
     Attributes:
         name: The donor's name in errors.
-        records: For each site and layer a tensor with the batch first; empty for a tensor or a function.
-        tensor: The rows for every site and layer, of a shape that torch broadcasts to the activation's.
-        function: Called with a copy of the whole activation (and with TransformerLens's hook, if it takes one). The rows are
-            its result, or the edited copy if it returns None.
+        records: For each site and layer a tensor with the batch first; empty for a tensor or a
+            function.
+        tensor: The rows for every site and layer, of a shape that torch broadcasts to the
+            activation's.
+        function: Called with a copy of the whole activation (and with TransformerLens's hook, if it
+            takes one). The rows are its result, or the edited copy if it returns None.
     """
 
     name: str
@@ -75,7 +80,9 @@ class HandedRows:
         """
         axis = LAYOUTS[site].rows
         if self.function is not None:
-            return self._function_rows(self.function, site, layer, like).narrow(axis, low - start, high - low)
+            return self._function_rows(self.function, site, layer, like).narrow(
+                axis, low - start, high - low
+            )
         tensor = self.records[site, layer] if self.tensor is None else self.tensor
         tensor, patched, stop = tensor.to(like), list(like.shape), start + like.shape[axis]
         patched[axis] = high - low
@@ -97,7 +104,9 @@ class HandedRows:
             "batch."
         )
 
-    def _function_rows(self, function: Callable[..., Any], site: str, layer: int, like: Tensor) -> Tensor:
+    def _function_rows(
+        self, function: Callable[..., Any], site: str, layer: int, like: Tensor
+    ) -> Tensor:
         hook = SimpleNamespace(name=hook_name(site, layer), layer=lambda: layer, ctx={})
         activation = like.clone()
         result = _call(self.name, function, activation, hook)
@@ -113,15 +122,24 @@ class HandedRows:
 
 
 def _call(name: str, function: Callable[..., Any], activation: Tensor, hook: Any) -> Any:
-    """Calls a function with the hook as keyword, as TransformerLens does, or without it, or with it as second argument."""
+    """Calls a function with the hook as keyword, as TransformerLens does, or without it, or with it
+    as second argument.
+    """
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return function(activation)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
-    calls: list[Any] = [((activation,), {"hook": hook}), ((activation,), {}), ((activation, hook), {})]
+    calls: list[Any] = [
+        ((activation,), {"hook": hook}),
+        ((activation,), {}),
+        ((activation, hook), {}),
+    ]
     # A wrapper that takes any argument does not show whether the wrapped function takes a hook.
-    if "hook" not in signature.parameters and {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
+    if (
+        "hook" not in signature.parameters
+        and {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
+    ):
         del calls[0]
     for args, kwargs in calls:
         try:

@@ -1,6 +1,8 @@
-"""Answers one patch after another on one model. Runs that do not depend on the patch are made once and reused.
+"""Answers one patch after another on one model. Runs that do not depend on the patch are made once
+and reused.
 
-A question is data, and so is its answer. The notebook panel uses this bench, and it works without the panel.
+A question is data, and so is its answer. The notebook panel uses this bench, and it works without
+the panel.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.common.checks import check_choice, check_known, check_unread, check_whole, whole_number
+from kvinterp.common.checks import (
+    check_choice,
+    check_known,
+    check_unread,
+    check_whole,
+    whole_number,
+)
 from kvinterp.common.numbers import counted
 from kvinterp.common.vocabulary import UNCHANGED
 from kvinterp.errors import InputError, located
@@ -42,7 +50,9 @@ from kvinterp.recording import Trace
 
 EVERY = "every"
 MEASURED = ("l2", "kl", LOGIT_DIFFERENCE)
-"""The distances of every patch: L2 of the logits, KL in nats, and the logit difference of two tokens."""
+"""The distances of every patch: L2 of the logits, KL in nats, and the logit difference of two
+tokens.
+"""
 DONORS = {
     "path": "the other path, on the same prompt",
     "prompt": "the same path, on another prompt of as many tokens",
@@ -98,7 +108,9 @@ class Asked:
 
     @property
     def ablates(self) -> bool:
-        """Whether the patch puts in rows that no run of the prompt computed, so that it restores nothing."""
+        """Whether the patch puts in rows that no run of the prompt computed, so that it restores
+        nothing.
+        """
         return self.donor in ABLATIONS
 
     def patch(self, donor: Trace | Ablation | None = None) -> Patch:
@@ -115,17 +127,19 @@ class Asked:
 class PatchAnswer:
     """The effect of one patch.
 
-    Distances are means over the patched steps, from the donor's logits, or for an ablation from the unpatched ones. L2 leads, as
-    in :func:`kvinterp.sweep`: where paths differ by rounding, one uncertain step is most of the KL.
+    Distances are means over the patched steps, from the donor's logits, or for an ablation from the
+    unpatched ones. L2 leads, as in :func:`kvinterp.sweep`: where paths differ by rounding, one
+    uncertain step is most of the KL.
 
     Attributes:
         asked: The patch.
-        recovery: ``1 - d_after / d_before`` of the L2 distance; NaN if there is nothing to recover, as with an ablation.
+        recovery: ``1 - d_after / d_before`` of the L2 distance; NaN if there is nothing to recover,
+            as with an ablation.
         why: Why ``recovery`` is NaN and what to do instead; else empty.
         d_before: L2 distance of the logits from the donor's, unpatched; exactly 0 for an ablation.
         d_after: The same, patched; for an ablation from the unpatched logits, which is its effect.
-        null: The largest L2 distance of two recomputations of the same positions, one of a longer text; NaN where the text is too
-            short for two.
+        null: The largest L2 distance of two recomputations of the same positions, one of a longer
+            text; NaN where the text is too short for two.
         kl_recovery: The recovery of the KL; NaN where that is 0.
         kl_before: KL(donor || unpatched), in nats; exactly 0 for an ablation.
         kl_after: KL(donor || patched); for an ablation KL(unpatched || patched).
@@ -133,9 +147,10 @@ class PatchAnswer:
         pair_before: ``|difference of the donor - difference of the unpatched run|``, in logits.
         pair_after: The same for the patched run.
         pair_recovery: The recovery of the logit difference.
-        steps: One row a patched step: step, token (fed at it), recovery, d_before, d_after, kl_recovery, kl_before, kl_after.
-        tokens: The top tokens of each run at ``shown_step``: run (donor, unpatched, patched), rank, token, text, probability,
-            logit.
+        steps: One row a patched step: step, token (fed at it), recovery, d_before, d_after,
+            kl_recovery, kl_before, kl_after.
+        tokens: The top tokens of each run at ``shown_step``: run (donor, unpatched, patched), rank,
+            token, text, probability, logit.
         shown_step: The step with the largest KL before the patch; for an ablation after it.
         unchanged: Whether every value that the patch wrote was there already.
         seconds: How long the answer took.
@@ -167,7 +182,9 @@ class PatchAnswer:
 
     @property
     def within_null(self) -> bool:
-        """Whether the whole difference is no larger than that of two recomputations: what is recovered of it is rounding."""
+        """Whether the whole difference is no larger than that of two recomputations: what is
+        recovered of it is rounding.
+        """
         whole = self.d_after if self.asked.ablates else self.d_before
         return 0 < whole <= self.null
 
@@ -209,17 +226,25 @@ def paths_of(
     Raises:
         InputError: A path has another form, or kernels of its own beside the mode.
     """
-    mode, paths = kernels_named(kernels), dict(zip(FORMS, two_paths(cached, recompute, "patching by hand"), strict=True))
+    mode, paths = (
+        kernels_named(kernels),
+        dict(zip(FORMS, two_paths(cached, recompute, "patching by hand"), strict=True)),
+    )
     if isinstance(mode, Native):
         return paths
     for path in paths.values():
         if not isinstance(path.kernels, Native):
-            raise InputError(f"kernels={kernels!r} was given with path {path}, which has its own: leave one out.")
+            raise InputError(
+                f"kernels={kernels!r} was given with path {path}, which has its own: leave one out."
+            )
     return {form: dataclasses.replace(path, kernels=mode) for form, path in paths.items()}
 
 
-def pair_of(donor: Float[Tensor, "step vocab"], base: Float[Tensor, "step vocab"]) -> tuple[int, int]:
-    """The two tokens of the logit difference: at the step where the logits are farthest apart, the top tokens of both runs.
+def pair_of(
+    donor: Float[Tensor, "step vocab"], base: Float[Tensor, "step vocab"]
+) -> tuple[int, int]:
+    """The two tokens of the logit difference: at the step where the logits are farthest apart, the
+    top tokens of both runs.
 
     If both have the same top token, the second is the donor's second.
     """
@@ -237,12 +262,14 @@ def exactly(value: float, unit: str = "") -> str:
 class PatchBench:
     """Answers one patch after another on one model, in the matched protocol.
 
-    Both paths are fed the tokens the cached path chooses greedily, and so is another prompt that is the donor.
+    Both paths are fed the tokens the cached path chooses greedily, and so is another prompt that is
+    the donor.
 
     Args:
         model: A model of any kind, or an adapter.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
-        kernels: The kernel mode of both paths, such as ``split_k(4,float16)``, under which they differ on any machine.
+        kernels: The kernel mode of both paths, such as ``split_k(4,float16)``, under which they
+            differ on any machine.
         cached: The cached path, such as ``cached+int8``.
         recompute: The recompute path.
 
@@ -260,7 +287,9 @@ class PatchBench:
         cached: str | ExecutionPath = "cached",
         recompute: str | ExecutionPath = "recompute",
     ) -> None:
-        self.max_new_tokens = check_whole("max_new_tokens", max_new_tokens, 2, hint=", so that one step decodes")
+        self.max_new_tokens = check_whole(
+            "max_new_tokens", max_new_tokens, 2, hint=", so that one step decodes"
+        )
         self.adapter = wrap(model)
         self.runs = 0
         self.prompt: tuple[int, ...] = ()
@@ -287,7 +316,8 @@ class PatchBench:
 
         Args:
             prompt: A text, a prompt or token ids.
-            site: As in :class:`Asked`, or a hook by TransformerLens's name, which names the layer too.
+            site: As in :class:`Asked`, or a hook by TransformerLens's name, which names the layer
+                too.
             layer: As in :class:`Asked`.
             head: As in :class:`Asked`.
             step: As in :class:`Asked`.
@@ -307,7 +337,12 @@ class PatchBench:
         layer = layers[0] if len(layers) == 1 else tuple(layers)
         question = Asked(site, layer, head, step, positions, direction, donor)
         if donor != "prompt":
-            check_unread("other", other, None, f"donor {donor!r} gives without another prompt; give donor='prompt'")
+            check_unread(
+                "other",
+                other,
+                None,
+                f"donor {donor!r} gives without another prompt; give donor='prompt'",
+            )
         self.turn_to(prompt, other)
         return self.answer(question, top)
 
@@ -346,7 +381,9 @@ class PatchBench:
             pair_after=pair_after[0],
             pair_recovery=recovery[LOGIT_DIFFERENCE][0],
             steps=pd.DataFrame(columns),
-            tokens=self._top_tokens(dict(zip(runs, logits[-len(runs) :, largest], strict=True)), top),
+            tokens=self._top_tokens(
+                dict(zip(runs, logits[-len(runs) :, largest], strict=True)), top
+            ),
             shown_step=steps[largest],
             unchanged=not changed,
             seconds=time.perf_counter() - started,
@@ -357,12 +394,14 @@ class PatchBench:
         for name, logits in runs.items():
             probabilities = logits.double().softmax(-1)
             best = logits.topk(min(top, len(logits))).indices.tolist()
-            for rank, (token, text) in enumerate(zip(best, self.adapter.pieces(best), strict=True), 1):
+            for rank, (token, text) in enumerate(
+                zip(best, self.adapter.pieces(best), strict=True), 1
+            ):
                 scores = {"probability": float(probabilities[token]), "logit": float(logits[token])}
                 rows.append({"run": name, "rank": rank, "token": token, "text": text, **scores})
         return pd.DataFrame(rows)
 
-    # Runs that do not depend on the patch ------------------------------------------------------------------------------
+    # Runs that do not depend on the patch ---------------------------------------------------------
 
     def turn_to(self, prompt: Any, other: Any = None) -> None:
         """Sets the prompt, and the other prompt, of the questions that follow.
@@ -383,13 +422,24 @@ class PatchBench:
         self.prompt, self.other = tokens, other_tokens
 
     def _null_of(self) -> float:
-        """The largest L2 distance of two recomputations, of the text and of half of what was decoded; NaN without a half."""
+        """The largest L2 distance of two recomputations, of the text and of half of what was
+        decoded; NaN without a half.
+        """
         if self._null is None:
-            text, start = torch.tensor([[*self.prompt, *self.fed]], device=self.adapter.device), len(self.prompt) - 1
+            text, start = (
+                torch.tensor([[*self.prompt, *self.fed]], device=self.adapter.device),
+                len(self.prompt) - 1,
+            )
             stop, self._null = start + (text.shape[1] - start + 1) // 2, math.nan
             if stop < text.shape[1]:
-                with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
-                    whole, half = (self._pure.whole(part)[0, start:stop] for part in (text, text[:, :stop]))
+                with (
+                    located(f"model {self.adapter.facts.name}"),
+                    own_threads(self.adapter),
+                    torch.no_grad(),
+                ):
+                    whole, half = (
+                        self._pure.whole(part)[0, start:stop] for part in (text, text[:, :stop])
+                    )
                 self._null = float(DISTANCES["l2"](whole, half).max())
         return self._null
 
@@ -400,18 +450,25 @@ class PatchBench:
 
     def _prompt_trace(self, form: str) -> Trace:
         """A path's trace of the prompt, whichever sites it recorded."""
-        trace = next((trace for key, trace in self._traces.items() if key[:2] == (form, "prompt")), None)
+        trace = next(
+            (trace for key, trace in self._traces.items() if key[:2] == (form, "prompt")), None
+        )
         return self._trace(form, "prompt") if trace is None else trace
 
     def _trace(self, form: str, name: str, question: Asked | None = None) -> Trace:
         """A path's trace of ``"prompt"`` or ``"other"``, with the site of a question."""
-        # All positions are recorded at the question's layers only, the newest position at every layer.
+        # All positions are recorded at the question's layers only, the newest position at every
+        # layer.
         whole = question is not None and question.patch().positions != "newest"
         layers = question.layer if question is not None and whole else None
         site = "" if question is None else question.site
         key = (form, name, site, layers)
         if key not in self._traces:
-            lead = form == "cached" and name == "prompt" and not any(k[:2] == (form, name) for k in self._traces)
+            lead = (
+                form == "cached"
+                and name == "prompt"
+                and not any(k[:2] == (form, name) for k in self._traces)
+            )
             fed = None if lead else self.fed
             self.runs += 1
             self._traces[key] = run(
@@ -428,27 +485,38 @@ class PatchBench:
             )
         return self._traces[key]
 
-    # The patched run ---------------------------------------------------------------------------------------------------
+    # The patched run ------------------------------------------------------------------------------
 
     def _measure(
         self, question: Asked
-    ) -> tuple[list[int], tuple[int, int], Float[Tensor, "run step vocab"], bool, dict[str, Tensor]]:
+    ) -> tuple[
+        list[int], tuple[int, int], Float[Tensor, "run step vocab"], bool, dict[str, Tensor]
+    ]:
         """Runs a patch and measures it.
 
         Returns:
-            The steps; the two tokens of the logit difference; the logits of the donor, the unpatched and the patched run at each
-            step; whether the patch changed anything; and for each of MEASURED the distance before and after, first its mean over
-            the steps and then each step's.
+            The steps; the two tokens of the logit difference; the logits of the donor, the
+            unpatched and the patched run at each step; whether the patch changed anything; and for
+            each of MEASURED the distance before and after, first its mean over the steps and then
+            each step's.
         """
         # Raises InputError if the patch does not fit the model.
         PatchHook(self.adapter, [question.patch()])
         path = self._paths[question.into]
         form = "recompute" if path.refresh else path.form
-        with located(f"model {self.adapter.facts.name}"), own_threads(self.adapter), torch.no_grad():
+        with (
+            located(f"model {self.adapter.facts.name}"),
+            own_threads(self.adapter),
+            torch.no_grad(),
+        ):
             source = self._donor(question)
             base: Any = self._prompt_trace(question.into).logits
             donor: Any = base if isinstance(source, Ablation) else source.logits
-            steps = list(range(question.first, len(base))) if question.step == EVERY else [int(question.step)]
+            steps = (
+                list(range(question.first, len(base)))
+                if question.step == EVERY
+                else [int(question.step)]
+            )
             if not steps or steps[-1] >= len(base):
                 raise InputError(
                     f"step {steps[-1] if steps else 1} does not exist: the cached path decodes steps 1 to {len(base) - 1} of "
@@ -468,8 +536,13 @@ class PatchBench:
         pair, distances = pair_of(donor, base.to(donor)), {}
         for name, distance in distances_of(",".join(MEASURED), pair).items():
             ends = [distance(logits[0], run).double() for run in logits[1:]]
-            distances[name] = torch.stack([torch.cat([by_step.mean()[None], by_step]) for by_step in ends])
-        check_finite(torch.stack([*distances.values()]), f"the patch of {question.site} at layer {question.layer}")
+            distances[name] = torch.stack(
+                [torch.cat([by_step.mean()[None], by_step]) for by_step in ends]
+            )
+        check_finite(
+            torch.stack([*distances.values()]),
+            f"the patch of {question.site} at layer {question.layer}",
+        )
         return steps, pair, logits, changed, distances
 
     def _donor(self, question: Asked) -> Trace | Ablation:
@@ -478,11 +551,15 @@ class PatchBench:
         if question.donor == "path":
             return self._trace(question.other, "prompt", question)
         if not self.other:
-            raise InputError("donor 'prompt' takes from another prompt and none was given: give other='a text'.")
+            raise InputError(
+                "donor 'prompt' takes from another prompt and none was given: give other='a text'."
+            )
         check_aligned(self.other, self.prompt)
         return self._trace(question.into, "other", question)
 
-    def _run_patched(self, question: Asked, patch: Patch, steps: Sequence[int]) -> tuple[Float[Tensor, "step vocab"], bool]:
+    def _run_patched(
+        self, question: Asked, patch: Patch, steps: Sequence[int]
+    ) -> tuple[Float[Tensor, "step vocab"], bool]:
         """The logits of the patched path at each step, and whether the patch changed anything."""
         fed, prompt = self.fed, list(self.prompt)
         model = self.adapter.at(dtype_named(self._paths[question.into].dtype))
@@ -496,6 +573,8 @@ class PatchBench:
             room, row = steps[-1] + 1, torch.tensor([prompt], device=self.adapter.device)
             with Runner(self.adapter, self._paths["cached"], row, room, [hook]) as runner:
                 forced = fed_to_all(fed, 1, 1, row.device)
-                every = [step.logits[0][0].clone() for step in lockstep([runner], room, given=forced)]
+                every = [
+                    step.logits[0][0].clone() for step in lockstep([runner], room, given=forced)
+                ]
             rows = [every[step] for step in steps]
         return torch.stack(rows), read_changes([hook])[0][0]

@@ -19,9 +19,15 @@ from kvinterp.recording import PathHook
 
 
 def batches(
-    adapter: Adapter, path: ExecutionPath, hooks: Sequence[PatchHook], prompt: Sequence[int], steps: int, batch_size: int
+    adapter: Adapter,
+    path: ExecutionPath,
+    hooks: Sequence[PatchHook],
+    prompt: Sequence[int],
+    steps: int,
+    batch_size: int,
 ) -> Iterator[Sequence[PatchHook]]:
-    """Yields lanes in batches where a check showed that each keeps the bits it has alone (docs/laws.md, law 9), else singly.
+    """Yields lanes in batches where a check showed that each keeps the bits it has alone
+    (docs/laws.md, law 9), else singly.
 
     Args:
         adapter: The model.
@@ -34,7 +40,10 @@ def batches(
     for start in range(0, len(hooks), batch_size):
         batch = hooks[start : start + batch_size]
         if len(batch) > 1:
-            shifted = [[(token + row) % adapter.facts.vocabulary for token in prompt] for row in range(len(batch))]
+            shifted = [
+                [(token + row) % adapter.facts.vocabulary for token in prompt]
+                for row in range(len(batch))
+            ]
             if batched_alike(adapter, path, shifted, steps):
                 yield batch
                 continue
@@ -67,7 +76,9 @@ class PatchesByRow(PathHook):
             hook.at(step, end)
 
     def only_output(self, layer: int) -> Listener | None:
-        """The listener of a block's output, if no lane patches anything else in the block; else None."""
+        """The listener of a block's output, if no lane patches anything else in the block; else
+        None.
+        """
         changes = [hook.only_output(layer) for hook in self.hooks]
         return None if None in changes else functools.partial(by_row, changes)
 
@@ -82,13 +93,17 @@ class PatchesByRow(PathHook):
 
 
 def by_row(changes: Sequence[Listener | None], tensor: Tensor) -> Tensor | None:
-    """Calls a listener for each row of a tensor and returns the changed tensor; None if no row changes.
+    """Calls a listener for each row of a tensor and returns the changed tensor; None if no row
+    changes.
 
     Args:
         changes: The listener of each row, or None.
         tensor: The tensor, with a row for each listener.
     """
-    rows = [None if change is None else change(row) for change, row in zip(changes, tensor.split(1), strict=True)]
+    rows = [
+        None if change is None else change(row)
+        for change, row in zip(changes, tensor.split(1), strict=True)
+    ]
     return None if all(row is None for row in rows) else _replaced(tensor, rows)
 
 

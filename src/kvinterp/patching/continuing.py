@@ -1,7 +1,8 @@
 """Patches a text while it is generated, and shows the continuation beside the clean one.
 
-A residual stream, or keys and values, of one run at one token are put into another run at a position that it has yet to write
-(Patchscopes, arXiv 2401.06102, where the position is in the prompt). Both runs are the model's own ``generate``.
+A residual stream, or keys and values, of one run at one token are put into another run at a
+position that it has yet to write (Patchscopes, arXiv 2401.06102, where the position is in the
+prompt). Both runs are the model's own ``generate``.
 """
 
 from __future__ import annotations
@@ -45,15 +46,20 @@ class PatchedGeneration:
         """The position of the first token that differs; None where the texts are the same."""
         ours, theirs = self.clean.tokens, self.patched.tokens
         length = min(len(ours), len(theirs))
-        at = next((at for at in range(length) if ours[at] != theirs[at]), None if len(ours) == len(theirs) else length)
+        at = next(
+            (at for at in range(length) if ours[at] != theirs[at]),
+            None if len(ours) == len(theirs) else length,
+        )
         return None if at is None else len(self.clean.prompt) + at
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One row a generated token: position, clean, patched (token ids), clean_text, patched_text, same_context, kl.
+        """One row a generated token: position, clean, patched (token ids), clean_text,
+        patched_text, same_context, kl.
 
-        ``kl`` is KL(clean || patched) in nats of the distributions that decided the token. Where ``same_context`` is false the
-        two runs had been fed different tokens by then, so that it compares two texts.
+        ``kl`` is KL(clean || patched) in nats of the distributions that decided the token. Where
+        ``same_context`` is false the two runs had been fed different tokens by then, so that it
+        compares two texts.
         """
         start, first = len(self.clean.prompt), self.first_change
         rows = []
@@ -62,7 +68,10 @@ class PatchedGeneration:
             row: dict[str, Any] = {"position": start + at, "same_context": same}
             for name, text in (("clean", self.clean), ("patched", self.patched)):
                 token = text.tokens[at] if at < len(text.tokens) else None
-                row |= {name: token, f"{name}_text": None if token is None else self.adapter.decode([token])}
+                row |= {
+                    name: token,
+                    f"{name}_text": None if token is None else self.adapter.decode([token]),
+                }
             if at < min(len(self.clean.tokens), len(self.patched.tokens)):
                 pair: Any = self.clean.logits, self.patched.logits
                 row["kl"] = float(metrics.kl_divergence(*(logits[at] for logits in pair)))
@@ -108,16 +117,18 @@ def patched_generation(
     seed: int = 0,
     **options: Any,
 ) -> PatchedGeneration:
-    """Generates a text twice, clean and patched, and shows the patched continuation beside the clean one.
+    """Generates a text twice, clean and patched, and shows the patched continuation beside the
+    clean one.
 
-    A patch may name a position that is yet to be written: it is applied when that position is computed, and what follows reads
-    it from the cache.
+    A patch may name a position that is yet to be written: it is applied when that position is
+    computed, and what follows reads it from the cache.
 
     Args:
         model: A HookedTransformer, TransformerBridge, transformers model or adapter.
         prompt: A text, a :class:`Prompt`, or token ids.
-        patches: Patches with donors, as for :func:`patched`. A row of another run is a donor: ``text["resid_post", 3][17]``, of
-            :func:`kvinterp.generated`; for keys and values patch ``k`` and ``v``, which go into the cache.
+        patches: Patches with donors, as for :func:`patched`. A row of another run is a donor:
+            ``text["resid_post", 3][17]``, of :func:`kvinterp.generated`; for keys and values patch
+            ``k`` and ``v``, which go into the cache.
         max_new_tokens: The most tokens to generate.
         record: The sites to keep of both runs.
         seed: Seeds torch's generator before each run, for sampling; what it was before is put back.
@@ -138,7 +149,9 @@ def patched_generation(
 
     def run() -> Generation:
         torch.manual_seed(seed)
-        (text,) = generated(adapter, [ids], record, max_new_tokens=max_new_tokens, logits="keep", **options)
+        (text,) = generated(
+            adapter, [ids], record, max_new_tokens=max_new_tokens, logits="keep", **options
+        )
         return text
 
     with torch.random.fork_rng(), adapter.one_call():

@@ -45,7 +45,11 @@ from kvinterp.models.inputs import chosen_layers, encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import check_finite
-from kvinterp.patching.findings import charts_of_decomposition, headline_of_decomposition, rows_of_decomposition
+from kvinterp.patching.findings import (
+    charts_of_decomposition,
+    headline_of_decomposition,
+    rows_of_decomposition,
+)
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import two_paths
 from kvinterp.patching.splitting import DIFFERENCES, Outputs, Split, leading_part
@@ -70,7 +74,11 @@ class Decomposition(Result):
     """
 
     VERB: ClassVar = "decompose"
-    headline, rows, charts = headline_of_decomposition, rows_of_decomposition, charts_of_decomposition
+    headline, rows, charts = (
+        headline_of_decomposition,
+        rows_of_decomposition,
+        charts_of_decomposition,
+    )
 
     steps: pd.DataFrame
     layers: pd.DataFrame
@@ -84,7 +92,9 @@ class Decomposition(Result):
 
     def written(self) -> Contents:
         """Returns the tables, each with the provenance, and the summary."""
-        return signed({"decomposition": self.steps, "layers": self.layers}, self.provenance), self.summary()
+        return signed(
+            {"decomposition": self.steps, "layers": self.layers}, self.provenance
+        ), self.summary()
 
     @classmethod
     def read(cls, tables: Mapping[str, pd.DataFrame], summary: Mapping[str, Any]) -> Decomposition:
@@ -97,8 +107,15 @@ class Decomposition(Result):
         """
         means, rows = self.summary(), []
         for part in ("total", *PARTS, *PREFIX_KV):
-            row = {"part": part, "kl": means[part], "l2": means[f"{part}_l2"], "null_l2": means.get(f"null_{part}_l2")}
-            rows.append({**row, "most_of_steps": means["most"].get(part, 0) if part in PARTS else None})
+            row = {
+                "part": part,
+                "kl": means[part],
+                "l2": means[f"{part}_l2"],
+                "null_l2": means.get(f"null_{part}_l2"),
+            }
+            rows.append(
+                {**row, "most_of_steps": means["most"].get(part, 0) if part in PARTS else None}
+            )
         return pd.DataFrame(rows).astype({"null_l2": float, "most_of_steps": "Int64"})
 
     def summary(self) -> dict[str, Any]:
@@ -118,7 +135,9 @@ class Decomposition(Result):
             "most": {str(name): int(count) for name, count in later["most"].value_counts().items()},
             "differ": len(differ),
             "without_cache": int((parts == 0).sum()),
-            "within_null": int(((parts > 0) & (differ["cache_l2"] <= differ["null_cache_l2"])).sum()),
+            "within_null": int(
+                ((parts > 0) & (differ["cache_l2"] <= differ["null_cache_l2"])).sum()
+            ),
             "examples": int(self.steps["example"].nunique()),
             "steps": len(later),
             **{name: self.provenance[name] for name in ("paths", "suffix")},
@@ -172,7 +191,9 @@ def decompose(
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
         examples = range(len(tokens)) if only is None else among("only", only, range(len(tokens)))
         for example in each(examples, "decomposing", "prompt", progress):
-            for step, lanes in Split(adapter, paths, tokens[example], max_new_tokens, suffix, plant).steps():
+            for step, lanes in Split(
+                adapter, paths, tokens[example], max_new_tokens, suffix, plant
+            ).steps():
                 place = {"example": example, "step": step}
                 row, by_layer = step_rows(lanes, f"example {example}, step {step}")
                 steps.append(place | row)
@@ -210,7 +231,10 @@ def step_rows(lanes: dict[str, Outputs], where: str) -> tuple[Row, list[Row]]:
     distances = {name: metrics.kl_divergence(a, b) for name, (a, b) in pairs.items()}
     distances |= {f"{name}_l2": (a.double() - b.double()).norm() for name, (a, b) in pairs.items()}
     for prefix in ("", "null_"):
-        newest, decoded = (a.double() - b.double() for a, b in (pairs[f"{prefix}newest_row"], pairs[f"{prefix}decoded_kv"]))
+        newest, decoded = (
+            a.double() - b.double()
+            for a, b in (pairs[f"{prefix}newest_row"], pairs[f"{prefix}decoded_kv"])
+        )
         distances[f"{prefix}cache_l2"] = (newest + decoded).norm()
     streams = {name: lane.stream.double() for name, lane in lanes.items()}
     norms = streams["recompute"].norm(dim=-1)
@@ -222,5 +246,8 @@ def step_rows(lanes: dict[str, Outputs], where: str) -> tuple[Row, list[Row]]:
     row = dict(zip(distances, numbers.tolist(), strict=False))
     most, share = leading_part({part: row[f"{part}_l2"] for part in PARTS}, row["total_l2"])
     by_layer = numbers[len(distances) :].view(len(DIFFERENCES), -1).T.tolist()
-    layers = [{"layer": layer, **dict(zip(DIFFERENCES, values, strict=True))} for layer, values in enumerate(by_layer)]
+    layers = [
+        {"layer": layer, **dict(zip(DIFFERENCES, values, strict=True))}
+        for layer, values in enumerate(by_layer)
+    ]
     return {**row, "most": most, "share": share}, layers

@@ -1,4 +1,6 @@
-"""Distances between the donor's logits and others: our own, the logit difference of two answers, or a user's function."""
+"""Distances between the donor's logits and others: our own, the logit difference of two answers, or
+a user's function.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,15 @@ Distance = Callable[[Tensor, Tensor], Tensor]
 DISTANCES: dict[str, Distance] = {
     "kl": metrics.kl_divergence,
     "l2": lambda donor, logits: (donor.double() - logits.double()).norm(dim=-1),
-    "margin": lambda donor, logits: (metrics.logit_margin(donor) - metrics.logit_margin(logits)).abs(),
+    "margin": lambda donor, logits: (
+        metrics.logit_margin(donor) - metrics.logit_margin(logits)
+    ).abs(),
 }
 
 
-def distances_of(distance: str | Callable[..., Any], answers: tuple[int, int] | None = None) -> dict[str, Distance]:
+def distances_of(
+    distance: str | Callable[..., Any], answers: tuple[int, int] | None = None
+) -> dict[str, Distance]:
     """Returns distances by name, always with L2, which shows whether logits are bitwise equal.
 
     Args:
@@ -42,12 +48,19 @@ def _by_answers(pair: tuple[int, int] | None, donor: Tensor, logits: Tensor) -> 
 
 
 def _by_function(function: Callable[[Tensor], Any], donor: Tensor, logits: Tensor) -> Tensor:
-    """How far a function of logits ``[batch, position, vocab]`` is from its value on the donor's, row by row."""
-    of_donor, of_logits = (torch.stack([one_number(function, row[None, None]) for row in rows]) for rows in (donor, logits))
+    """How far a function of logits ``[batch, position, vocab]`` is from its value on the donor's,
+    row by row.
+    """
+    of_donor, of_logits = (
+        torch.stack([one_number(function, row[None, None]) for row in rows])
+        for rows in (donor, logits)
+    )
     return (of_donor - of_logits).abs()
 
 
-def one_number(function: Callable[[Tensor], Any], logits: Float[Tensor, "batch position vocab"]) -> Tensor:
+def one_number(
+    function: Callable[[Tensor], Any], logits: Float[Tensor, "batch position vocab"]
+) -> Tensor:
     """Calls a user's metric and returns its value in float64.
 
     Raises:
@@ -56,10 +69,13 @@ def one_number(function: Callable[[Tensor], Any], logits: Float[Tensor, "batch p
     result = function(logits)
     try:
         number = torch.as_tensor(result)
-        wrong = f"the shape {tuple(number.shape)}" if number.numel() != 1 or number.is_complex() else ""
+        wrong = (
+            f"the shape {tuple(number.shape)}" if number.numel() != 1 or number.is_complex() else ""
+        )
     except (TypeError, ValueError, RuntimeError):
         wrong = f"a {type(result).__name__}"
-    # If the logits are not finite, the number need not be either, and check_finite() says what to do.
+    # If the logits are not finite, the number need not be either, and check_finite() says what to
+    # do.
     if not wrong and not number.isfinite() and logits.isfinite().all():
         wrong = str(float(number))
     if wrong:
@@ -72,7 +88,9 @@ def one_number(function: Callable[[Tensor], Any], logits: Float[Tensor, "batch p
 
 def name_of(function: Any) -> str:
     """The name of a user's function in tables."""
-    name = str(getattr(function, "__name__", type(function).__name__)).replace("<lambda>", "function")
+    name = str(getattr(function, "__name__", type(function).__name__)).replace(
+        "<lambda>", "function"
+    )
     return f"own {name}" if name in (*DISTANCES, LOGIT_DIFFERENCE) else name
 
 

@@ -40,10 +40,14 @@ def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation | Handed
         # A tensor and a function fit every site.
         if (site, layer) not in tensors and (tensors or isinstance(donor, Trace)):
             have = ", ".join(sorted({place[0] for place in tensors})) or "nothing"
-            raise InputError(f"the {name} holds no {site!r} of layer {layer} (it has {have}): {remedy}.")
+            raise InputError(
+                f"the {name} holds no {site!r} of layer {layer} (it has {have}): {remedy}."
+            )
     if not isinstance(donor, Trace):
         return
-    steps = patch.steps if isinstance(patch.steps, tuple) else (1,) if patch.steps == "first" else ()
+    steps = (
+        patch.steps if isinstance(patch.steps, tuple) else (1,) if patch.steps == "first" else ()
+    )
     missing = next((step for step in steps if step not in donor.steps), None)
     if missing is not None:
         raise _missing_step(donor, missing)
@@ -64,7 +68,9 @@ def _missing_step(donor: Trace, step: int) -> InputError:
 
 
 def rows_of(donor: Trace, site: str, layer: int, step: int) -> tuple[int, Tensor]:
-    """The absolute position of the first row, and the donor's rows at a step, gathered over steps for a cached donor."""
+    """The absolute position of the first row, and the donor's rows at a step, gathered over steps
+    for a cached donor.
+    """
     if step not in donor.steps:
         raise _missing_step(donor, step)
     index = donor.steps.index(step)
@@ -83,7 +89,11 @@ def rows_of(donor: Trace, site: str, layer: int, step: int) -> tuple[int, Tensor
             f"the donor's pattern at layer {layer} has {tensor.shape[-1]} keys in a context of {length} positions, as with a "
             "static cache, so keys cannot be matched: record it with a cache that grows."
         )
-    if layout.gathers and donor.path.startswith("cached") and list(donor.steps[: index + 1]) == list(range(step + 1)):
+    if (
+        layout.gathers
+        and donor.path.startswith("cached")
+        and list(donor.steps[: index + 1]) == list(range(step + 1))
+    ):
         tensor = torch.cat(record[: index + 1], rows - 1)
         # After a refresh the newest rows replace those of earlier steps.
         tensor = tensor.narrow(rows - 1, tensor.shape[rows - 1] - length, length)
@@ -91,15 +101,19 @@ def rows_of(donor: Trace, site: str, layer: int, step: int) -> tuple[int, Tensor
 
 
 def donor_trace(recorder: Any, prompt: Sequence[int], fed: Sequence[int] = ()) -> Trace:
-    """Makes a trace, as the donor of patches, of the user's own forwards that :func:`kvinterp.record` recorded.
+    """Makes a trace, as the donor of patches, of the user's own forwards that
+    :func:`kvinterp.record` recorded.
 
     Args:
-        recorder: The recorder, of one prompt at a time, or TransformerLens's ``ActivationCache`` of one forward of the prompt.
+        recorder: The recorder, of one prompt at a time, or TransformerLens's ``ActivationCache`` of
+            one forward of the prompt.
         prompt: Token ids of the first forward.
-        fed: Token ids fed after it, one a forward (alone with a cache, or after the whole prefix without one).
+        fed: Token ids fed after it, one a forward (alone with a cache, or after the whole prefix
+            without one).
 
     Raises:
-        InputError: A forward had several prompts, or the number of forwards does not fit the tokens.
+        InputError: A forward had several prompts, or the number of forwards does not fit the
+            tokens.
 
     Example:
         >>> with kv.record(model, "resid_pre", positions="all") as clean:  # doctest: +SKIP
@@ -110,12 +124,17 @@ def donor_trace(recorder: Any, prompt: Sequence[int], fed: Sequence[int] = ()) -
     if is_activation_cache(recorder):
         return _trace_of_activation_cache(recorder, prompt, fed)
     check_instance(
-        "recorder", recorder, Recorder, "what kv.record(...) gave: with kv.record(model, 'resid_pre') as recorder"
+        "recorder",
+        recorder,
+        Recorder,
+        "what kv.record(...) gave: with kv.record(model, 'resid_pre') as recorder",
     )
     recorder.end_step()
     steps = tuple(recorder.recorded_steps)
     if not steps:
-        raise InputError("nothing was recorded: run the model within kv.record(...), and call donor_trace() after it.")
+        raise InputError(
+            "nothing was recorded: run the model within kv.record(...), and call donor_trace() after it."
+        )
     if not prompt:
         raise InputError("prompt=[] was given: expected the token ids of the first forward.")
     if len(steps) != 1 + len(fed):
@@ -124,9 +143,13 @@ def donor_trace(recorder: Any, prompt: Sequence[int], fed: Sequence[int] = ()) -
             "give the tokens that were fed, one for each forward after the first."
         )
     if any(tensor.shape[0] != 1 for record in recorder.kept.values() for tensor in record):
-        raise InputError("the recorded forwards hold several prompts at once: record one prompt at a time.")
+        raise InputError(
+            "the recorded forwards hold several prompts at once: record one prompt at a time."
+        )
     # A later forward with all rows from position 0 ran without a cache.
-    rows = [record[-1].shape[1] for (site, _), record in recorder.kept.items() if LAYOUTS[site].gathers]
+    rows = [
+        record[-1].shape[1] for (site, _), record in recorder.kept.items() if LAYOUTS[site].gathers
+    ]
     cached = fed and recorder.positions == "all" and rows[:1] == [1]
     records = {place: [tensor[0] for tensor in record] for place, record in recorder.kept.items()}
     return Trace("cached" if cached else "recompute", tuple(prompt), (), tuple(fed), records, steps)
@@ -135,14 +158,23 @@ def donor_trace(recorder: Any, prompt: Sequence[int], fed: Sequence[int] = ()) -
 def _trace_of_activation_cache(cache: Any, prompt: list[int], fed: list[int]) -> Trace:
     records = records_of(cache)
     if fed:
-        raise InputError("fed was given with an ActivationCache, which is of one forward: leave it out.")
+        raise InputError(
+            "fed was given with an ActivationCache, which is of one forward: leave it out."
+        )
     (site, _), tensor = next(iter(records.items()))
     rows = tensor.shape[LAYOUTS[site].rows - 1]
     if rows != len(prompt):
         raise InputError(
             f"the cache holds {rows} positions, and the prompt has {len(prompt)} tokens: give those it was made of."
         )
-    return Trace("recompute", tuple(prompt), (), (), {place: [tensor] for place, tensor in records.items()}, (0,))
+    return Trace(
+        "recompute",
+        tuple(prompt),
+        (),
+        (),
+        {place: [tensor] for place, tensor in records.items()},
+        (0,),
+    )
 
 
 def _token_ids(name: str, ids: object) -> list[int]:

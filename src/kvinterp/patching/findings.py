@@ -38,14 +38,19 @@ _CONTROLS = {
 def headline_of_sweep(sweep: Sweep) -> list[str]:
     """Names the place that recovers most, or says why nothing can be recovered."""
     summary = sweep.summary()
-    best, distance, prompts = summary["best"], RECOVERED[summary["distance"]], counted(summary["examples"], "prompt")
+    best, distance, prompts = (
+        summary["best"],
+        RECOVERED[summary["distance"]],
+        counted(summary["examples"], "prompt"),
+    )
     if best is None and summary["examples_without_difference"] == summary["examples"]:
         return [
             f"The paths' logits are bitwise equal at the steps patched of {prompts}: there is no difference to recover.",
             TO_SEE_A_DIFFERENCE,
         ]
     lines = [
-        f"{count} of {prompts}: recovery is undefined, for {why}" for why, count in summary["examples_undefined"].items()
+        f"{count} of {prompts}: recovery is undefined, for {why}"
+        for why, count in summary["examples_undefined"].items()
     ]
     if best is None:
         return lines
@@ -80,7 +85,9 @@ def _out_of_reach(site: str, direction: str) -> list[str]:
         return []
     if site.startswith("cache_"):
         other = "values" if tensor == "keys" else "keys"
-        return [f"{site} moves the {tensor} that the cache holds and leaves its {other} as they are: kv moves both."]
+        return [
+            f"{site} moves the {tensor} that the cache holds and leaves its {other} as they are: kv moves both."
+        ]
     return [
         f"{site} moves the {tensor} of the position that is fed, before the cache stores them: what it stored at earlier steps "
         f"(the prompt's {tensor} too) stays as it is, quantised or not. cache_{site} moves stored {tensor}, kv both."
@@ -95,7 +102,9 @@ def _unchanged_patches(table: pd.DataFrame, labels: list[str]) -> list[str]:
     if "unchanged" not in table:
         return []
     idle = table.groupby(labels, sort=False)["unchanged"].all()
-    layers = sorted({int(layer) for layer in idle[idle].index.get_level_values("layer") if layer >= 0})
+    layers = sorted(
+        {int(layer) for layer in idle[idle].index.get_level_values("layer") if layer >= 0}
+    )
     where = f" (layer {', '.join(map(str, layers))})" if layers else ""
     sentence = f"{int(idle.sum())} of {len(idle)} patches{where} {UNCHANGED}: the donor is equal to what it replaces there."
     return [sentence] if idle.any() else []
@@ -113,18 +122,30 @@ def rows_of_sweep(sweep: Sweep) -> Iterator[Finding]:
         notes = [f"{percent(row[name])} of the {RECOVERED[name.removeprefix('median_recovery_')]}" for name in row
                  if name.startswith("median_recovery_") and not pd.isna(row[name])]  # fmt: skip
         undefined = row["examples"] - row["defined"]
-        notes += [f"{counted(undefined, 'prompt')} without a difference left out"] if undefined else []
+        notes += (
+            [f"{counted(undefined, 'prompt')} without a difference left out"] if undefined else []
+        )
         yield finding(f"median recovery of the {RECOVERED[distance]}", row["median"], (row["interval_low"], row["interval_high"]),
                       row["defined"], measure="%", note="; ".join(notes), sweep=row["sweep"], **labels)  # fmt: skip
     if "control" in sweep.controls:
         for name, rows in sweep.controls.groupby("control", sort=False):
-            yield median_of(f"control, {_CONTROLS.get(str(name), name)}: recovery", rows["recovery"], measure="%", note="")
+            yield median_of(
+                f"control, {_CONTROLS.get(str(name), name)}: recovery",
+                rows["recovery"],
+                measure="%",
+                note="",
+            )
     for name, left in sweep.left().items():
         yield finding(
-            f"{RECOVERED[name]} left with all swept layers patched together", left["share"], n=prompts, measure="%"
+            f"{RECOVERED[name]} left with all swept layers patched together",
+            left["share"],
+            n=prompts,
+            measure="%",
         )
     for name, left in sweep.left("floor").items():
-        yield finding(f"{RECOVERED[name]} left with the last residual patched, mean", left["mean"], n=prompts)
+        yield finding(
+            f"{RECOVERED[name]} left with the last residual patched, mean", left["mean"], n=prompts
+        )
 
 
 def charts_of_sweep(sweep: Sweep, suffix: str = "") -> dict[str, Chart]:
@@ -152,14 +173,26 @@ def charts_of_sweep(sweep: Sweep, suffix: str = "") -> dict[str, Chart]:
     if "control" in sweep.controls:
         rows = [median_of("", group["recovery"]) | {"control": _CONTROLS.get(str(name), name)}
                 for name, group in sweep.controls.groupby("control", sort=False)]  # fmt: skip
-        panels.append(Panel(pd.DataFrame(rows), "estimate", "control", "dots", scale="signed", level=0, label="controls"))
+        panels.append(
+            Panel(
+                pd.DataFrame(rows),
+                "estimate",
+                "control",
+                "dots",
+                scale="signed",
+                level=0,
+                label="controls",
+            )
+        )
     charts = {"recovery": Chart(f"What each patch recovers{suffix}", panels, notes)}
     steps = sweep.steps[sweep.steps["sweep"].isin(LAYERS)] if len(sweep.steps) else sweep.steps
     if len(steps) and steps["step"].nunique() > 1:
         medians = steps.groupby(["sweep", "layer", "step"])["recovery"].median().reset_index()
         panel = Panel(medians, "step", "layer", "map", "recovery", facet="sweep", titles=LAYERS, scale="signed", columns=1,
                       label=f"median recovery\n{distance}", xlabel="decode step")  # fmt: skip
-        charts["recovery_by_step"] = Chart(f"What each patch recovers at each step{suffix}", [panel], notes)
+        charts["recovery_by_step"] = Chart(
+            f"What each patch recovers at each step{suffix}", [panel], notes
+        )
     return charts
 
 
@@ -180,16 +213,33 @@ def headline_of_decomposition(split: Decomposition) -> list[str]:
     contributes nothing.
     """
     summary = split.summary()
-    steps, differ, prompts = summary["steps"], summary["differ"], counted(summary["examples"], "prompt")
+    steps, differ, prompts = (
+        summary["steps"],
+        summary["differ"],
+        counted(summary["examples"], "prompt"),
+    )
     if not steps:
         return [NOTHING]
     if not differ:
-        return [f"The paths' logits are bitwise equal at {every(steps, 'decode step')} of {prompts}.", TO_SEE_A_DIFFERENCE]
-    leading = sorted((part for part in PARTS if summary["most"].get(part)), key=lambda part: -summary["most"][part])
-    most = "; ".join(f"{_PART_NAMES[part].partition(': ')[2]} ({part}), at {summary['most'][part]}" for part in leading)
+        return [
+            f"The paths' logits are bitwise equal at {every(steps, 'decode step')} of {prompts}.",
+            TO_SEE_A_DIFFERENCE,
+        ]
+    leading = sorted(
+        (part for part in PARTS if summary["most"].get(part)),
+        key=lambda part: -summary["most"][part],
+    )
+    most = "; ".join(
+        f"{_PART_NAMES[part].partition(': ')[2]} ({part}), at {summary['most'][part]}"
+        for part in leading
+    )
     lines = [
         f"The logits differ at {differ} of {counted(steps, 'decode step')} of {prompts}. "
-        + (f"Most of the difference comes from {most}." if leading else "No part is more than half of it at any step.")
+        + (
+            f"Most of the difference comes from {most}."
+            if leading
+            else "No part is more than half of it at any step."
+        )
     ]
     none, within = summary["without_cache"], summary["within_null"]
     if none or within:
@@ -218,8 +268,16 @@ def rows_of_decomposition(split: Decomposition) -> Iterator[Finding]:
         if not summary[f"{part}_l2"]:
             continue
         null = summary.get(f"null_{part}_l2")
-        note = f"most of the difference at {counted(summary['most'].get(part, 0), 'step')}" if part in PARTS else ""
-        note += "; no cache makes it: the recompute path's difference from itself" if part == "prefix_kv" else ""
+        note = (
+            f"most of the difference at {counted(summary['most'].get(part, 0), 'step')}"
+            if part in PARTS
+            else ""
+        )
+        note += (
+            "; no cache makes it: the recompute path's difference from itself"
+            if part == "prefix_kv"
+            else ""
+        )
         yield finding("mean L2 of the logits", summary[f"{part}_l2"], null=np.nan if null is None else null, part=part,
                       note="; ".join(filter(None, (name, note))), **options)  # fmt: skip
         if part in summary:
@@ -251,7 +309,9 @@ def headline_of_activation_patching(result: ActivationPatching) -> list[str]:
     ends += f", {number(result.clean)} with the clean one"
     best = result.overview().iloc[0]
     if pd.isna(best["recovery"]):
-        return [f"Both prompts show the same ({ends}), so no place can restore it: give two whose answers differ."]
+        return [
+            f"Both prompts show the same ({ends}), so no place can restore it: give two whose answers differ."
+        ]
     mean = f", mean of {counted(result.pairs, 'pair')}" if result.pairs > 1 else ""
     lead = f"{upper(place(_labels(best)))} restores most: {percent(best['recovery'])} by {result.site} ({ends}{mean})."
     labels = [name for name in ("layer", "head", "start") if name in result.frame]
@@ -274,7 +334,12 @@ def rows_of_activation_patching(result: ActivationPatching) -> Iterator[Finding]
     for row in result.overview().to_dict("records"):
         note = f"{_distance_name(result)} {number(row['value'])}{' nats' if result.distance == 'kl' else ''}"
         yield finding(
-            f"recovery by {result.site}", row["recovery"], n=result.pairs, unit="pairs", note=note, **_labels(row)
+            f"recovery by {result.site}",
+            row["recovery"],
+            n=result.pairs,
+            unit="pairs",
+            note=note,
+            **_labels(row),
         )
 
 
@@ -286,12 +351,18 @@ def charts_of_activation_patching(result: ActivationPatching) -> dict[str, Chart
     facet, titles = "", {}
     if result.over == "heads,positions":
         facet, titles = "head", {head: f"head {head}" for head in table["head"].unique()}
-    x, xlabel = ("head", "head") if result.over == "heads" else ("start", "position (of a block the first)")
+    x, xlabel = (
+        ("head", "head") if result.over == "heads" else ("start", "position (of a block the first)")
+    )
     label = f"recovery of the {RECOVERED[result.distance]}"
     panel = Panel(table, x, "layer", "map", "recovery", facet=facet, titles=titles, label=label, xlabel=xlabel,
                   scale="signed", columns=4)  # fmt: skip
     title = f"What {result.site} of the clean prompt restores in the corrupted one, by patches{of_model(result.provenance)}"
-    return {"activation_patching": Chart(title, [panel], [f"n = {counted(result.pairs, 'pair')} of prompts"])}
+    return {
+        "activation_patching": Chart(
+            title, [panel], [f"n = {counted(result.pairs, 'pair')} of prompts"]
+        )
+    }
 
 
 def of_model(about: Mapping[str, Any]) -> str:

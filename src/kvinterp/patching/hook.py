@@ -1,12 +1,12 @@
 """The hook that applies patches: it moves tensors of one trace into the other path.
 
-A patch does not edit activations in place: it gives the model a copy with the donor's rows. In a cache it edits the store's own
-memory, so a patched cache stays patched in the following steps.
+A patch does not edit activations in place: it gives the model a copy with the donor's rows. In a
+cache it edits the store's own memory, so a patched cache stays patched in the following steps.
 
-The residual stream between attention and MLP needs more. A HookedTransformer shows that stream itself. A bridge and a
-transformers model show it only where it enters the norm before the MLP, while the stream goes around that norm: a patch there
-reaches the MLP and nothing else. So the block's output is computed again as the block computes it: the patched stream plus the
-MLP's output.
+The residual stream between attention and MLP needs more. A HookedTransformer shows that stream
+itself. A bridge and a transformers model show it only where it enters the norm before the MLP,
+while the stream goes around that norm: a patch there reaches the MLP and nothing else. So the
+block's output is computed again as the block computes it: the patched stream plus the MLP's output.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from kvinterp.policies import Place
 from kvinterp.recording import PathHook
 
 Window = Callable[[str, int], "tuple[int, Tensor]"]
-"""Returns for a site and layer the absolute position of the first row and the donor's tensor at this step."""
+"""Returns for a site and layer the absolute position of the first row and the donor's tensor at
+this step.
+"""
 
 
 class PatchHook(PathHook):
@@ -41,15 +43,17 @@ class PatchHook(PathHook):
         patches: The patches.
         window: Returns the donor's tensors, for patches that carry no donor of their own.
         prompt_length: Tokens in the prompt of the patched path, if a Runner drives it.
-        every_from: The first step that ``steps="every"`` means: 1 if both paths compute the same at step 0.
+        every_from: The first step that ``steps="every"`` means: 1 if both paths compute the same at
+            step 0.
 
     Attributes:
         moved: For each patch how often it moved something.
         first_layer: The first block whose computation it changes.
-        changed: For each patch, on the model's device, 1 if it wrote a value that was not there already; 2 is added to the first
-            if a block's output was not the stream of ``resid_mid`` plus ``mlp_out``. :func:`read_changes` reads them.
-        newest_alone: For each patch by a function, on the model's device, whether of every forward of several rows it changed
-            the newest one only; None where there was none.
+        changed: For each patch, on the model's device, 1 if it wrote a value that was not there
+            already; 2 is added to the first if a block's output was not the stream of ``resid_mid``
+            plus ``mlp_out``. :func:`read_changes` reads them.
+        newest_alone: For each patch by a function, on the model's device, whether of every forward
+            of several rows it changed the newest one only; None where there was none.
     """
 
     def __init__(
@@ -63,7 +67,9 @@ class PatchHook(PathHook):
         self.adapter, self.patches, self.window = adapter, tuple(patches), window
         self.prompt_length, self.every_from = prompt_length, every_from
         self.moved = [0] * len(self.patches)
-        self.changed = [torch.zeros((), dtype=torch.long, device=adapter.device)] * len(self.patches)
+        self.changed = [torch.zeros((), dtype=torch.long, device=adapter.device)] * len(
+            self.patches
+        )
         self.newest_alone: list[Tensor | None] = [None] * len(self.patches)
         self.step, self.end = 0, 0
         self.listeners: dict[Site, Listener] = {}
@@ -82,19 +88,29 @@ class PatchHook(PathHook):
             self.listeners[place] = functools.partial(self._listen, place, numbers)
         for layer in [at for site, at in at_place if site == "resid_mid"]:
             rebuild_outputs(self, layer)
-        self.first_layer = min([*self._cache, *(layer for _, layer in self.listeners)], default=adapter.facts.layers)
+        self.first_layer = min(
+            [*self._cache, *(layer for _, layer in self.listeners)], default=adapter.facts.layers
+        )
 
     def only_output(self, layer: int) -> Listener | None:
         """The listener of a block's output, if nothing else in the block is patched; else None."""
         sites = {site for site, at in self.listeners if at == layer}
-        return self.listeners["resid_post", layer] if sites == {"resid_post"} and layer not in self._cache else None
+        return (
+            self.listeners["resid_post", layer]
+            if sites == {"resid_post"} and layer not in self._cache
+            else None
+        )
 
     def active_in_cache(self, layer: int) -> list[int]:
-        """The numbers of the patches that change what attention reads from a layer's cache at this step."""
+        """The numbers of the patches that change what attention reads from a layer's cache at this
+        step.
+        """
         return self._active_now(self._cache.get(layer, ()))
 
     def _active_now(self, numbers: Iterable[int]) -> list[int]:
-        return [number for number in numbers if self.patches[number].active(self.step, self.every_from)]
+        return [
+            number for number in numbers if self.patches[number].active(self.step, self.every_from)
+        ]
 
     def active(self, step: int) -> bool:
         """Whether any patch applies at a step."""
@@ -124,7 +140,9 @@ class PatchHook(PathHook):
         return (keys, values) if numbers else None
 
     def _listen(self, place: Site, numbers: Sequence[int], tensor: Tensor) -> Tensor | None:
-        """Applies the patches of a site that are active now, each to the result of those before it."""
+        """Applies the patches of a site that are active now, each to the result of those before
+        it.
+        """
         site, layer = place
         rows, changed = tensor.shape[LAYOUTS[site].rows], None
         for number in self._active_now(numbers):
@@ -133,7 +151,9 @@ class PatchHook(PathHook):
         return changed
 
     def _patched(self, number: int, site: str, layer: int, tensor: Tensor, start: int) -> Tensor:
-        """A copy of a tensor with the donor's rows; the tensor itself if the patch moves none of its rows."""
+        """A copy of a tensor with the donor's rows; the tensor itself if the patch moves none of
+        its rows.
+        """
         patch, layout = self.patches[number], LAYOUTS[site]
         rows, heads = layout.rows, layout.heads
         stop = start + tensor.shape[rows]
@@ -143,7 +163,8 @@ class PatchHook(PathHook):
             return tensor
         donor_start, donor = self._donor(patch, site, layer, start, tensor, low, high)
         if layout.group == "cache" and self.adapter.facts.windows[layer] is not None:
-            # A sliding cache has dropped the first positions, and the newest query does not read them.
+            # A sliding cache has dropped the first positions, and the newest query does not read
+            # them.
             low = max(low, donor_start)
             if low >= high:
                 return tensor
@@ -158,7 +179,9 @@ class PatchHook(PathHook):
             )
         new = tensor.clone()
         target = new.narrow(rows, low - start, high - low)
-        source = self._fitted(site, layer, donor.narrow(rows, low - donor_start, high - low), target)
+        source = self._fitted(
+            site, layer, donor.narrow(rows, low - donor_start, high - low), target
+        )
         if patch.heads is not None and heads:
             index = torch.tensor(patch.heads, device=new.device)
             target.index_copy_(heads, index, source.index_select(heads, index))
@@ -168,7 +191,11 @@ class PatchHook(PathHook):
         # Stays on the device: reading it waits for the device.
         differs = new != tensor
         self.changed[number] = self.changed[number] | differs.any().to(self.adapter.device)
-        if isinstance(patch.donor, HandedRows) and patch.donor.function is not None and high - low > 1:
+        if (
+            isinstance(patch.donor, HandedRows)
+            and patch.donor.function is not None
+            and high - low > 1
+        ):
             by_row = differs.movedim(rows, 0).flatten(1).any(1).to(self.adapter.device)
             alone, before = by_row[-1] & ~by_row[:-1].any(), self.newest_alone[number]
             self.newest_alone[number] = alone if before is None else before & alone
@@ -185,7 +212,8 @@ class PatchHook(PathHook):
                     f"the pattern at layer {layer} has {target.shape[-1]} keys in a context of {self.end} positions, as with a "
                     "static cache, so keys cannot be matched: use a cache that grows."
                 )
-            # Where one of the two keeps a sliding window of keys, the newest keys are the last of both.
+            # Where one of the two keeps a sliding window of keys, the newest keys are the last of
+            # both.
             source = pad(source, (target.shape[-1] - source.shape[-1], 0))
         if source.shape[1:] != target.shape[1:]:
             raise InputError(
@@ -202,14 +230,18 @@ class PatchHook(PathHook):
     def _donor(
         self, patch: Patch, site: str, layer: int, start: int, like: Tensor, low: int, high: int
     ) -> tuple[int, Tensor]:
-        """The donor's tensor for the positions from ``low`` to ``high``, after the position of its first row."""
+        """The donor's tensor for the positions from ``low`` to ``high``, after the position of its
+        first row.
+        """
         if isinstance(patch.donor, HandedRows):
             return low, patch.donor.rows(site, layer, start, like, low, high)
         if isinstance(patch.donor, Ablation):
             return start, patch.donor.rows(like)
         if patch.donor is None:
             if self.window is None:
-                raise InputError(f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace).")
+                raise InputError(
+                    f"the patch of {patch.site!r} has no donor: give Patch(..., donor=trace)."
+                )
             return self.window(site, layer)
         length = len(patch.donor.prompt) + self.step
         stop = start + like.shape[LAYOUTS[site].rows]
@@ -236,18 +268,26 @@ class PatchHook(PathHook):
         if patch.heads is not None:
             heads_at(self.adapter, patch.site, f"heads={patch.heads}")
             chosen_heads(patch.heads, *facts.heads_of(patch.site))
-        last = max(patch.starts_at, (patch.positions[1] or 0) - 1) if isinstance(patch.positions, tuple) else 0
+        last = (
+            max(patch.starts_at, (patch.positions[1] or 0) - 1)
+            if isinstance(patch.positions, tuple)
+            else 0
+        )
         if last >= facts.context:
-            raise InputError(f"position {last} does not exist: {facts.name} has positions 0 to {facts.context - 1}.")
+            raise InputError(
+                f"position {last} does not exist: {facts.name} has positions 0 to {facts.context - 1}."
+            )
         if patch.donor is not None:
             check_donor(self.adapter, patch, patch.donor)
 
 
 def read_changes(hooks: Sequence[PatchHook]) -> list[list[bool]]:
-    """For each hook and patch whether it changed anything; one read from the device for all, when their forwards have run.
+    """For each hook and patch whether it changed anything; one read from the device for all, when
+    their forwards have run.
 
     Raises:
-        UnsupportedError: A patch of ``resid_mid`` was applied where a block's output is not that stream plus ``mlp_out``.
+        UnsupportedError: A patch of ``resid_mid`` was applied where a block's output is not that
+            stream plus ``mlp_out``.
     """
     flags = [flag for hook in hooks for flag in hook.changed]
     numbers = torch.stack(flags).tolist() if flags else []
@@ -287,7 +327,9 @@ def rebuild_outputs(hook: PatchHook, layer: int) -> None:
         return new
 
     def post(tensor: Tensor) -> Tensor | None:
-        """The block's output with the patched stream, if it does not hold it already; then what patches of it make of that."""
+        """The block's output with the patched stream, if it does not hold it already; then what
+        patches of it make of that.
+        """
         rebuilt = None
         if {"after", "added"} <= seen.keys():
             patched, changed = seen["after"] + seen["added"], hook.changed

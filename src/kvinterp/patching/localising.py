@@ -42,7 +42,11 @@ from kvinterp.patching.side_by_side import two_paths
 from kvinterp.patching.splitting import K_V, KeysValues, Outputs, Rows, Split, StreamRunner
 from kvinterp.paths import ExecutionPath
 
-PLACES_OF = {"newest_row": ("row", "unembedding"), "prefix_kv": ("prompt",), "cache_format": ("kv",)}
+PLACES_OF = {
+    "newest_row": ("row", "unembedding"),
+    "prefix_kv": ("prompt",),
+    "cache_format": ("kv",),
+}
 """The places that can cause a part; there are no decoded rows yet."""
 COLUMNS = ["place", "layer", "tensor", "l2", "share"]
 _SUMMARISED = ("part", "place", "layer", "tensor", "share", "suffix")
@@ -84,7 +88,9 @@ class Cause(Result):
         """Names the cause in one line; the shares are in ``table``."""
         layer = f", layer {self.layer}" * (self.layer >= 0)
         model = f" of {models_of([self.provenance])}" if self.provenance else ""
-        return f"<Cause{model}: part {self.part}, place {self.place}{layer}, share {self.share:.0%}>"
+        return (
+            f"<Cause{model}: part {self.part}, place {self.place}{layer}, share {self.share:.0%}>"
+        )
 
     def written(self) -> Contents:
         """Returns the shares of all places and the split as tables, and the summary."""
@@ -122,17 +128,31 @@ class Cause(Result):
         lengths = {part: self.split[f"{part}_l2"] for part in PARTS}
         if self.part == "spread":
             shares = ", ".join(
-                f"{length / sum(lengths.values()):.0%} {PARTS[part]}" for part, length in lengths.items() if length
+                f"{length / sum(lengths.values()):.0%} {PARTS[part]}"
+                for part, length in lengths.items()
+                if length
             )
             return f"At the first decode step no part makes more than half of the difference: {shares}."
-        where = PLACES[self.place] if self.layer < 0 else PLACES[self.place].replace("a layer", f"layer {self.layer}")
+        where = (
+            PLACES[self.place]
+            if self.layer < 0
+            else PLACES[self.place].replace("a layer", f"layer {self.layer}")
+        )
         if self.layer < 0 and "a layer" in where:
-            where = where.replace(" at a layer", "").replace(" of a layer", "") + ", in no single layer"
+            where = (
+                where.replace(" at a layer", "").replace(" of a layer", "") + ", in no single layer"
+            )
         if self.tensor:
-            of_tensor = self.table[(self.table["place"] == self.place) & (self.table["tensor"] == self.tensor)]
-            alone = of_tensor.loc[of_tensor["layer"].eq(self.layer) | (self.layer < 0), "share"].sum()
+            of_tensor = self.table[
+                (self.table["place"] == self.place) & (self.table["tensor"] == self.tensor)
+            ]
+            alone = of_tensor.loc[
+                of_tensor["layer"].eq(self.layer) | (self.layer < 0), "share"
+            ].sum()
             where += f", most of it ({alone:.0%}) by {self.tensor}"
-        sentence = f"At the first decode step {self.share:.0%} of the difference is made by {where}."
+        sentence = (
+            f"At the first decode step {self.share:.0%} of the difference is made by {where}."
+        )
         return " ".join([sentence, *self._null_sentences(lengths[self.part])])
 
     def _null_sentences(self, length: float) -> list[str]:
@@ -141,7 +161,10 @@ class Cause(Result):
         null = self.split[f"null_{self.part}_l2"]
         sentence = f"Null, the same rows among {self.suffix} more and no cache at all: L2 {null:.2g}, here {length:.2g}."
         if self.part == "prefix_kv":
-            return ["No cache makes it: the cache holds those rows as the recompute path wrote them at step 0.", sentence]
+            return [
+                "No cache makes it: the cache holds those rows as the recompute path wrote them at step 0.",
+                sentence,
+            ]
         return [sentence] + ["A difference of that size needs no cache."] * (null >= length)
 
 
@@ -202,24 +225,44 @@ def _cause(split: Split, suffix: int) -> Cause:
     found = table[(table["place"] == place) & ((layer < 0) | (table["layer"] == layer))]
     by_tensor = found.groupby("tensor")["share"].sum()
     tensor = str(by_tensor.idxmax())
-    return Cause(most, place, layer, share, table, row, suffix, tensor if 2 * by_tensor[tensor] > share else "")
+    return Cause(
+        most,
+        place,
+        layer,
+        share,
+        table,
+        row,
+        suffix,
+        tensor if 2 * by_tensor[tensor] > share else "",
+    )
 
 
-def _table(split: Split, token: Tensor, outputs: Mapping[str, Outputs], lengths: Mapping[str, float]) -> pd.DataFrame:
+def _table(
+    split: Split, token: Tensor, outputs: Mapping[str, Outputs], lengths: Mapping[str, float]
+) -> pd.DataFrame:
     """The lengths at every place, scaled so that the shares of one part's places add up to the
     part's share.
     """
-    layers, end, streams = range(split.adapter.facts.layers), len(split.prompt) + 1, outputs["recompute"].stream
+    layers, end, streams = (
+        range(split.adapter.facts.layers),
+        len(split.prompt) + 1,
+        outputs["recompute"].stream,
+    )
     one_row, now, old = split.one_row, split.now, split.at_step_0
     model = split.adapter.at(dtype_named(one_row.dtype))
 
     def step_1(
-        path: ExecutionPath, cache: KeysValues, tensors: Collection[tuple[str, int]] | None = None, *patches: Patch
+        path: ExecutionPath,
+        cache: KeysValues,
+        tensors: Collection[tuple[str, int]] | None = None,
+        *patches: Patch,
     ) -> Outputs:
         """Step 1 of a lane with the prompt's K and V replaced and the recompute path's stream put
         back by patches.
         """
-        stream = PatchHook(model, patches, lambda _, layer: (end - 1, streams[layer][None, None]), end - 1)
+        stream = PatchHook(
+            model, patches, lambda _, layer: (end - 1, streams[layer][None, None]), end - 1
+        )
         rows = Rows(cache, 0, tensors)
         lane = StreamRunner(split, path, [rows, stream])
         with lane:
@@ -236,11 +279,17 @@ def _table(split: Split, token: Tensor, outputs: Mapping[str, Outputs], lengths:
             "recompute",
             lambda layer: step_1(one_row, now, None, Patch("resid_post", (layer,), steps="first")),
         ),
-        "prefix_kv": ("as_written", "one_row", lambda layer: step_1(one_row, [*now[: layer + 1], *old[layer + 1 :]])),
+        "prefix_kv": (
+            "as_written",
+            "one_row",
+            lambda layer: step_1(one_row, [*now[: layer + 1], *old[layer + 1 :]]),
+        ),
         "cache_format": (
             "cached",
             "as_written",
-            lambda n: step_1(split.cached, old, {(tensor, layer) for layer, tensor in stored[: n + 1]}),
+            lambda n: step_1(
+                split.cached, old, {(tensor, layer) for layer, tensor in stored[: n + 1]}
+            ),
         ),
     }
     rows = []
@@ -254,8 +303,13 @@ def _table(split: Split, token: Tensor, outputs: Mapping[str, Outputs], lengths:
             ]
             places += [] if part == "prefix_kv" else [(PLACES_OF[part][-1], -1, "")]
             lanes = [outputs[first], *map(between, range(len(places) - 1)), outputs[last]]
-            logits, share = [lane.logits.double() for lane in lanes], lengths[part] / sum(lengths.values())
-            distances = torch.stack([(a - b).norm() for a, b in itertools.pairwise(logits)]).tolist()
+            logits, share = (
+                [lane.logits.double() for lane in lanes],
+                lengths[part] / sum(lengths.values()),
+            )
+            distances = torch.stack(
+                [(a - b).norm() for a, b in itertools.pairwise(logits)]
+            ).tolist()
             rows += [
                 dict(zip(COLUMNS, (*place, length, share * length / sum(distances)), strict=True))
                 for place, length in zip(places, distances, strict=True)

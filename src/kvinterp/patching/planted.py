@@ -43,8 +43,8 @@ class Plant:
         units: How many units in the last place.
         bits: Significant bits of the format whose last place is meant: 11 is float16.
         site: For ``row``: the site whose one-row result is moved; one of ONE_ROW.
-        steps: For ``row`` and ``unembedding``: ``"every"`` decode step, or only the ``"first"``, after which the difference
-            lives on in the K and V written by then.
+        steps: For ``row`` and ``unembedding``: ``"every"`` decode step, or only the ``"first"``,
+            after which the difference lives on in the K and V written by then.
 
     Raises:
         InputError: The place, the site or the steps do not exist.
@@ -66,10 +66,14 @@ class Plant:
         check_whole("bits", self.bits, 2, 53)
 
     def written(self, path: ExecutionPath, prompt_length: int) -> ExecutionPath:
-        """Returns the path, with a policy that plants the difference in the prompt's K and V if that is the place."""
+        """Returns the path, with a policy that plants the difference in the prompt's K and V if
+        that is the place.
+        """
         if self.place != "kv":
             return path
-        return dataclasses.replace(path, policy=Planted(self.layer, self.units, self.bits, prompt_length))
+        return dataclasses.replace(
+            path, policy=Planted(self.layer, self.units, self.bits, prompt_length)
+        )
 
 
 class PlantHook(PathHook):
@@ -92,15 +96,17 @@ class PlantHook(PathHook):
 
 @dataclasses.dataclass(frozen=True)
 class Planted(Policy):
-    """A policy that moves K and V of one layer by a few units in the last place as they are written (docs/laws.md, law 6).
+    """A policy that moves K and V of one layer by a few units in the last place as they are written
+    (docs/laws.md, law 6).
 
-    A :class:`Plant` makes it and has checked its numbers. It is an instrument for tests, so it is in no registry and no text
-    names it.
+    A :class:`Plant` makes it and has checked its numbers. It is an instrument for tests, so it is
+    in no registry and no text names it.
 
     Attributes:
         layer: The layer whose cache writes are changed.
         units: How many units in the last place of ``bits``.
-        bits: Significant bits of the format whose last place is meant: 11 is float16, 8 bfloat16, 24 float32.
+        bits: Significant bits of the format whose last place is meant: 11 is float16, 8 bfloat16,
+            24 float32.
         until: Only writes of positions before this one are changed; every write for 0.
     """
 
@@ -118,7 +124,8 @@ class Planted(Policy):
 
 
 def nudged(tensor: Tensor, units: float, bits: int) -> Tensor:
-    """Returns a tensor whose elements are moved by ``units`` in the last of ``bits`` significant bits, with alternating signs.
+    """Returns a tensor whose elements are moved by ``units`` in the last of ``bits`` significant
+    bits, with alternating signs.
 
     Args:
         tensor: Any float tensor.

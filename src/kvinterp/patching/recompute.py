@@ -1,8 +1,10 @@
-"""The recompute path as a pure function of its tokens: each prefix is computed once, and patched runs resume in the middle.
+"""The recompute path as a pure function of its tokens: each prefix is computed once, and patched
+runs resume in the middle.
 
-Both shortcuts give the bits of the full computation, and a test checks this: computing a prefix twice gives the same result, and
-the blocks before the first patched one return what they return without the patch. Lanes that resume at the same block can share a
-batch where a check showed that this keeps the bits (docs/laws.md, law 9).
+Both shortcuts give the bits of the full computation, and a test checks this: computing a prefix
+twice gives the same result, and the blocks before the first patched one return what they return
+without the patch. Lanes that resume at the same block can share a batch where a check showed that
+this keeps the bits (docs/laws.md, law 9).
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from kvinterp.recording import PathHook
 
 
 class PureRecompute:
-    """One recompute path: remembers the logits of prefixes and runs patched forwards from the first patched block on.
+    """One recompute path: remembers the logits of prefixes and runs patched forwards from the first
+    patched block on.
 
     Args:
         adapter: The model.
@@ -41,7 +44,8 @@ class PureRecompute:
     Attributes:
         blocks_run: How many blocks ran so far, the measure of work.
         forwards: How many forwards began so far, resumed ones included.
-        fed: The tokens that lanes are fed next, as numbers: whoever advances them reads all from the device at once.
+        fed: The tokens that lanes are fed next, as numbers: whoever advances them reads all from
+            the device at once.
     """
 
     def __init__(self, adapter: Adapter, path: ExecutionPath) -> None:
@@ -58,8 +62,11 @@ class PureRecompute:
         self._batch_logits: dict[tuple[PatchHook, tuple[int, ...]], Tensor] = {}
         self.fed: Mapping[Tensor, int] = {}
 
-    def batch(self, hooks: Sequence[PatchHook], prompt: Sequence[int], steps: int, batch_size: int) -> None:
-        """Lets lanes that resume at the same block share a batch where a check showed that each keeps the bits it has alone.
+    def batch(
+        self, hooks: Sequence[PatchHook], prompt: Sequence[int], steps: int, batch_size: int
+    ) -> None:
+        """Lets lanes that resume at the same block share a batch where a check showed that each
+        keeps the bits it has alone.
 
         Args:
             hooks: The patches of each lane.
@@ -85,8 +92,11 @@ class PureRecompute:
             self._logits[key] = self._forward(key, [], None)[0]
         return self._logits[key]
 
-    def capture(self, tokens: Sequence[int], observer: PathHook | None = None) -> Float[Tensor, " vocab"]:
-        """Returns the logits after a prefix and keeps every block's output for patched runs on the same prefix.
+    def capture(
+        self, tokens: Sequence[int], observer: PathHook | None = None
+    ) -> Float[Tensor, " vocab"]:
+        """Returns the logits after a prefix and keeps every block's output for patched runs on the
+        same prefix.
 
         Args:
             tokens: The prefix.
@@ -97,14 +107,18 @@ class PureRecompute:
             outputs: list[Any] = []
             with contextlib.ExitStack() as stack:
                 for block in self.adapter.blocks:
-                    handle = block.register_forward_hook(lambda _, __, output: outputs.append(_in_rows(output, 1)))
+                    handle = block.register_forward_hook(
+                        lambda _, __, output: outputs.append(_in_rows(output, 1))
+                    )
                     stack.enter_context(handle)
                 self._logits[key] = self._forward(key, [], observer)[0]
             self._captured, self._outputs = key, outputs
         return self._logits[key]
 
     def patched(self, tokens: Sequence[int], step: int, hook: PatchHook) -> Float[Tensor, " vocab"]:
-        """Logits after a prefix with patches, resumed at the first patched block if the prefix was captured."""
+        """Logits after a prefix with patches, resumed at the first patched block if the prefix was
+        captured.
+        """
         key = tuple(tokens)
         batch = self._batches.get(hook)
         if batch is not None and key != self._captured:
@@ -116,17 +130,22 @@ class PureRecompute:
             return self._patched(key, step, hook)[0]
         if (hook, key) not in self._batch_logits:
             rows = self._patched(key, step, batch, len(batch.hooks))
-            self._batch_logits |= {(lane, key): row for lane, row in zip(batch.hooks, rows, strict=True)}
+            self._batch_logits |= {
+                (lane, key): row for lane, row in zip(batch.hooks, rows, strict=True)
+            }
         return self._batch_logits.pop((hook, key))
 
-    def _patched(self, key: tuple[int, ...], step: int, hook: PatchHook | PatchesByRow, rows: int = 1) -> Tensor:
+    def _patched(
+        self, key: tuple[int, ...], step: int, hook: PatchHook | PatchesByRow, rows: int = 1
+    ) -> Tensor:
         hook.at(step, len(key))
         outputs: list[Any] = []
         # A kernel mode with listeners has to see every layer.
         if key == self._captured and not self._kernels.listeners:
             first = hook.first_layer
             change = hook.only_output(first) if first < len(self._outputs) else None
-            # The blocks that need not run; the last of them is patched if only its output is, which is all that the next reads.
+            # The blocks that need not run; the last of them is patched if only its output is, which
+            # is all that the next reads.
             outputs = self._outputs[: first if change is None else first + 1]
             if outputs:
                 last = _in_rows(outputs[-1], rows)
@@ -134,8 +153,11 @@ class PureRecompute:
                 outputs[-1] = last if new is None else put_first(last, new)
         return self._forward(key, outputs, hook, rows)
 
-    def whole(self, rows: Int[Tensor, "batch position"], *hooks: PathHook) -> Float[Tensor, "batch position vocab"]:
-        """Logits of every position of several prompts in one forward, with gradients where they are on.
+    def whole(
+        self, rows: Int[Tensor, "batch position"], *hooks: PathHook
+    ) -> Float[Tensor, "batch position vocab"]:
+        """Logits of every position of several prompts in one forward, with gradients where they are
+        on.
 
         Args:
             rows: Token ids, a prompt a row.
@@ -147,7 +169,9 @@ class PureRecompute:
         return self._logits_of(rows, [], hooks)
 
     @torch.no_grad()
-    def _forward(self, tokens: tuple[int, ...], outputs: Sequence[Any], hook: PathHook | None, rows: int = 1) -> Tensor:
+    def _forward(
+        self, tokens: tuple[int, ...], outputs: Sequence[Any], hook: PathHook | None, rows: int = 1
+    ) -> Tensor:
         row = _written(tokens, rows, self.adapter.device)
         # A copy: a view would keep the logits of every position alive.
         return self._logits_of(row, outputs, [] if hook is None else [hook])[:, -1].clone()
@@ -159,7 +183,9 @@ class PureRecompute:
         self.forwards += 1
         forwards = HookedForwards(adapter, self._kernels, [hook.listeners for hook in hooks])
         alone = not hooks and row.shape[0] == 1
-        store = uncached(adapter, self.path, row, path_store, hooks, self._plain_store if alone else None)
+        store = uncached(
+            adapter, self.path, row, path_store, hooks, self._plain_store if alone else None
+        )
         self._plain_store = store if alone else self._plain_store
         with forwards.attached(), adapter.resumed(len(outputs), outputs):
             return forwards.call(adapter.forward, row, store)
@@ -167,12 +193,20 @@ class PureRecompute:
 
 @functools.lru_cache(maxsize=1)
 def _written(tokens: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
-    """Tokens on a device; lanes on the same tokens share them, because each write makes the host wait."""
+    """Tokens on a device; lanes on the same tokens share them, because each write makes the host
+    wait.
+    """
     return torch.tensor([tokens] * rows, device=device)
 
 
 def _in_rows(output: Any, rows: int) -> Any:
-    """A copy of a block's output for one row, repeated for several rows; the next block may write into it."""
+    """A copy of a block's output for one row, repeated for several rows; the next block may write
+    into it.
+    """
     if isinstance(output, Tensor):
         return output.expand(rows, *output.shape[1:]).contiguous() if rows > 1 else output.clone()
-    return type(output)(_in_rows(part, rows) for part in output) if isinstance(output, tuple | list) else output
+    return (
+        type(output)(_in_rows(part, rows) for part in output)
+        if isinstance(output, tuple | list)
+        else output
+    )

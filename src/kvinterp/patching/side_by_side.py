@@ -55,10 +55,17 @@ class Donor(SiteHook):
         adapter: The model that the donor path runs.
         places: Sites and layers to keep.
         prompt_length: Tokens in the patched prompt; the newest row counts as its newest position.
-        gather: Sites whose rows are kept over all steps, so that a cached path has earlier positions too.
+        gather: Sites whose rows are kept over all steps, so that a cached path has earlier
+            positions too.
     """
 
-    def __init__(self, adapter: Adapter, places: Iterable[Site], prompt_length: int, gather: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        places: Iterable[Site],
+        prompt_length: int,
+        gather: Collection[str] = (),
+    ) -> None:
         super().__init__(adapter, dict.fromkeys(places))
         self.prompt_length, self.gather = prompt_length, gather
         self.end = prompt_length
@@ -82,14 +89,17 @@ class Donor(SiteHook):
         return self.end - tensor.shape[LAYOUTS[site].rows], tensor
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
-        """Keeps a copy, because patches write into the cache's memory and the model may write into any other."""
+        """Keeps a copy, because patches write into the cache's memory and the model may write into
+        any other.
+        """
         copy = self._tensors[site, layer] = tensor.clone()
         if site in self.gather:
             self._gathered.setdefault((site, layer), []).append(copy)
 
 
 class PureLane:
-    """A recompute path with patches. It is a pure function of its tokens, so steps without a patch are looked up.
+    """A recompute path with patches. It is a pure function of its tokens, so steps without a patch
+    are looked up.
 
     Args:
         pure: The path.
@@ -168,7 +178,8 @@ class PlannedLane:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The settings of a sweep: the model, both paths, and the arguments of :func:`kvinterp.sweep` of the same names.
+    """The settings of a sweep: the model, both paths, and the arguments of :func:`kvinterp.sweep`
+    of the same names.
 
     Attributes:
         distances: The distances by name; L2 is always among them, and the first one leads.
@@ -206,11 +217,12 @@ class Advanced(NamedTuple):
     """The measurements of one example.
 
     Attributes:
-        distances: D(donor, base) and then D(donor, lane) for every lane, at every step that ran, by every distance of
-            the setting.
+        distances: D(donor, base) and then D(donor, lane) for every lane, at every step that ran, by
+            every distance of the setting.
         unchanged: For every lane whether each value that it wrote was there already.
         logits: The logits of donor, base and every lane, with ``logits="keep"``.
-        work: Forwards of the recompute path that ran, resumed ones included, and blocks that ran in them.
+        work: Forwards of the recompute path that ran, resumed ones included, and blocks that ran in
+            them.
     """
 
     distances: Float64[Tensor, "distance step path"]
@@ -219,8 +231,11 @@ class Advanced(NamedTuple):
     work: Counter[str]
 
 
-def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Sequence[int], other: Sequence[int]) -> Advanced:
-    """Runs one example: the donor path, the unpatched base path, the donor path of another prompt, and the patched lanes.
+def advance_beside(
+    setting: Setting, lanes: Sequence[PlannedLane], prompt: Sequence[int], other: Sequence[int]
+) -> Advanced:
+    """Runs one example: the donor path, the unpatched base path, the donor path of another prompt,
+    and the patched lanes.
 
     Args:
         setting: The settings of the sweep.
@@ -228,8 +243,15 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
         prompt: Token ids.
         other: Token ids of another prompt, for the control whose donor it is.
     """
-    adapter, room, count, cached = setting.adapter, setting.max_new_tokens, len(prompt), setting.base.form == "cached"
-    donor_model, base_model = (adapter.at(dtype_named(path.dtype)) for path in (setting.donor, setting.base))
+    adapter, room, count, cached = (
+        setting.adapter,
+        setting.max_new_tokens,
+        len(prompt),
+        setting.base.form == "cached",
+    )
+    donor_model, base_model = (
+        adapter.at(dtype_named(path.dtype)) for path in (setting.donor, setting.base)
+    )
     pure, distances, logits = PureRecompute(adapter, setting.recompute), [], []
     matched = setting.protocol == "matched"
     # Lanes with the same patch and the same donor are one run.
@@ -238,7 +260,11 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
     for patch, source in dict.fromkeys(runs):
         layers = chosen_layers(adapter, patch.layers)
         places[source] += itertools.product(stored_sites(adapter, patch.site), layers)
-    moved = {patch.site for patch, _ in runs if patch.positions != "newest" and layout_of(patch.site).gathers}
+    moved = {
+        patch.site
+        for patch, _ in runs
+        if patch.positions != "newest" and layout_of(patch.site).gathers
+    }
     donors = {
         # If earlier positions are moved too, a cached donor keeps the rows of every step.
         "": Donor(donor_model, places[""], count, moved if setting.donor.form == "cached" else ()),
@@ -246,10 +272,15 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
         # The other prompt may have another length: its newest row counts as this prompt's newest.
         "other-prompt": Donor(donor_model, places["other-prompt"], count),
     }
-    hooks = {run: PatchHook(base_model, [run[0]], donors[run[1]].window, count) for run in dict.fromkeys(runs)}
+    hooks = {
+        run: PatchHook(base_model, [run[0]], donors[run[1]].window, count)
+        for run in dict.fromkeys(runs)
+    }
     with contextlib.ExitStack() as stack:
 
-        def runner(path: ExecutionPath, tokens: Sequence[int], hook: PathHook, rows: int = 1) -> Runner:
+        def runner(
+            path: ExecutionPath, tokens: Sequence[int], hook: PathHook, rows: int = 1
+        ) -> Runner:
             row = torch.tensor([list(tokens)] * rows, device=adapter.device)
             return stack.enter_context(Runner(adapter, path, row, room, [hook]))
 
@@ -258,8 +289,16 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
                 pure.batch(patch_hooks, prompt, room, setting.batch_size)
                 yield from (PureLane(pure, prompt, hook) for hook in patch_hooks)
                 return
-            # Lanes fed their own tokens cannot share a batch: their caches would differ in length and text.
-            for batch in batches(adapter, setting.base, patch_hooks, prompt, room, setting.batch_size if matched else 1):
+            # Lanes fed their own tokens cannot share a batch: their caches would differ in length
+            # and text.
+            for batch in batches(
+                adapter,
+                setting.base,
+                patch_hooks,
+                prompt,
+                room,
+                setting.batch_size if matched else 1,
+            ):
                 if len(batch) == 1:
                     yield runner(setting.base, prompt, batch[0])
                 else:
@@ -267,7 +306,8 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
                     rows = [torch.empty(0)] * len(batch)
                     yield from (OneRow(shared, number, rows) for number in range(len(batch)))
 
-        # Blocks' outputs are kept at these steps, so that lanes on the same tokens can begin at their first patched block.
+        # Blocks' outputs are kept at these steps, so that lanes on the same tokens can begin at
+        # their first patched block.
         captured = [step for step in range(room) if any(lane.patch.active(step) for lane in lanes)]
         running: list[Lane] = [runner(setting.donor, prompt, donors[""])]
         running.append(
@@ -282,7 +322,10 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
         columns = dict(zip(hooks, itertools.count(len(running))))
         running += patched_lanes([*hooks.values()])
         lead = int(cached)
-        follows = [lead if matched and number not in on_other_prompt else number for number in range(len(running))]
+        follows = [
+            lead if matched and number not in on_other_prompt else number
+            for number in range(len(running))
+        ]
         ends = end_tokens(adapter, adapter.device) if setting.stop == "end of sequence" else None
         for step in lockstep(running, room, follows=follows, ends=ends, ended_by=[lead]):
             donor, *rows = (step.logits[at][0] for at in (0, 1, *map(columns.__getitem__, runs)))
@@ -292,16 +335,28 @@ def advance_beside(setting: Setting, lanes: Sequence[PlannedLane], prompt: Seque
             if setting.logits == "keep":
                 logits.append(torch.stack([row.to(donor) for row in (donor, *rows)]))
     hook_of = [hooks[run] for run in runs]
-    unchanged = [any(hook.moved) and not any(wrote) for hook, wrote in zip(hook_of, read_changes(hook_of), strict=True)]
+    unchanged = [
+        any(hook.moved) and not any(wrote)
+        for hook, wrote in zip(hook_of, read_changes(hook_of), strict=True)
+    ]
     work = Counter(forwards=pure.forwards, blocks=pure.blocks_run)
-    return Advanced(torch.stack(distances, 1).cpu(), unchanged, torch.stack(logits) if logits else None, work)
+    return Advanced(
+        torch.stack(distances, 1).cpu(), unchanged, torch.stack(logits) if logits else None, work
+    )
 
 
 def other_prompt(prompts: Sequence[Sequence[int]], example: int, vocabulary: int) -> list[int]:
-    """A prompt other than this example's: the next one that differs, else its own tokens reversed or shifted."""
+    """A prompt other than this example's: the next one that differs, else its own tokens reversed
+    or shifted.
+    """
     prompt = list(prompts[example])
     shifted = [(token + 1) % vocabulary for token in prompt]
-    candidates = [*map(list, prompts[example + 1 :]), *map(list, prompts[:example]), prompt[::-1], shifted]
+    candidates = [
+        *map(list, prompts[example + 1 :]),
+        *map(list, prompts[:example]),
+        prompt[::-1],
+        shifted,
+    ]
     return next(candidate for candidate in candidates if candidate != prompt)
 
 
@@ -311,6 +366,8 @@ def _distances(
     # Lanes on equal tokens share one tensor, which is measured once.
     different = {row.data_ptr(): row.to(donor.device) for row in rows}
     stacked = torch.stack(list(different.values()))
-    values = torch.stack([distance(donor.expand_as(stacked), stacked).double() for distance in distances.values()])
+    values = torch.stack(
+        [distance(donor.expand_as(stacked), stacked).double() for distance in distances.values()]
+    )
     numbers = dict(zip(different, itertools.count()))
     return values[:, [numbers[row.data_ptr()] for row in rows]]

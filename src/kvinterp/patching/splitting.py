@@ -114,7 +114,12 @@ class Rows(PathHook):
         tensors: Which of :data:`K_V` of which layers; all for None.
     """
 
-    def __init__(self, cache: KeysValues = (), stop: int = 0, tensors: Collection[tuple[str, int]] | None = None) -> None:
+    def __init__(
+        self,
+        cache: KeysValues = (),
+        stop: int = 0,
+        tensors: Collection[tuple[str, int]] | None = None,
+    ) -> None:
         self.cache, self.stop, self.tensors = cache, stop, tensors
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
@@ -129,7 +134,9 @@ class Rows(PathHook):
         """
         stop = min(self.stop, place.stop)
         every = dict(zip(K_V, (keys, values), strict=True))
-        asked = [name for name in every if self.tensors is None or (name, place.layer) in self.tensors]
+        asked = [
+            name for name in every if self.tensors is None or (name, place.layer) in self.tensors
+        ]
         if stop <= place.start or not asked:
             return
         place.check_whole("keys and values")
@@ -154,7 +161,10 @@ class _Observer(Donor):
 
     def outputs(self, logits: Float[Tensor, " vocab"], newest: int = -1) -> Outputs:
         """The outputs with these logits at a position."""
-        return Outputs(logits.clone(), torch.stack([self.window(*place)[1][0, newest] for place in self.residual]))
+        return Outputs(
+            logits.clone(),
+            torch.stack([self.window(*place)[1][0, newest] for place in self.residual]),
+        )
 
     def cache(self) -> KeysValues:
         """K and V that attention read."""
@@ -171,9 +181,13 @@ class StreamRunner(Runner):
         keeps: Whether it keeps the K and V that attention reads, too.
     """
 
-    def __init__(self, split: Split, path: ExecutionPath, hooks: Sequence[PathHook] = (), keeps: bool = False) -> None:
+    def __init__(
+        self, split: Split, path: ExecutionPath, hooks: Sequence[PathHook] = (), keeps: bool = False
+    ) -> None:
         self.observer = _Observer(split, path, keeps)
-        planted = [PlantHook(split.plant)] if split.plant is not None and path.form == "cached" else []
+        planted = (
+            [PlantHook(split.plant)] if split.plant is not None and path.form == "cached" else []
+        )
         prompt = torch.tensor([split.prompt], device=split.adapter.device)
         super().__init__(split.adapter, path, prompt, split.room, [*planted, *hooks, self.observer])
 
@@ -219,13 +233,23 @@ class Split:
         # An exact cache keeps the memory layout that the cached path's attention reads.
         exact = cached.cache if cached.cache.exact else Dynamic()
         self.one_row = dataclasses.replace(
-            cached, policy=Identity(), cache_dtype=None, chunk=None, cache=exact, refresh=None, smooth=None
+            cached,
+            policy=Identity(),
+            cache_dtype=None,
+            chunk=None,
+            cache=exact,
+            refresh=None,
+            smooth=None,
         )
         self.cached = cached if plant is None else plant.written(cached, len(self.prompt))
-        self.filler = torch.tensor((self.prompt * (suffix // len(self.prompt) + 1))[:suffix], device=adapter.device)
+        self.filler = torch.tensor(
+            (self.prompt * (suffix // len(self.prompt) + 1))[:suffix], device=adapter.device
+        )
         layers = range(adapter.facts.layers)
         self.residual: list[Site] = [("resid_post", layer) for layer in layers]
-        self.kv: list[list[Site]] = [[(site, layer) for site in stored_sites(adapter, "kv")] for layer in layers]
+        self.kv: list[list[Site]] = [
+            [(site, layer) for site in stored_sites(adapter, "kv")] for layer in layers
+        ]
         self.at_step_0: KeysValues = ()
         self.now: KeysValues = ()
 
@@ -257,7 +281,9 @@ class Split:
                 token, end = step.fed[0], prompt + step.number
                 fed += [] if token is None else [token.to(fed[0].device)]
                 pairs = zip(("cached", "recompute"), (cached, recompute), step.logits, strict=True)
-                outputs = {name: runner.observer.outputs(logits[0]) for name, runner, logits in pairs}
+                outputs = {
+                    name: runner.observer.outputs(logits[0]) for name, runner, logits in pairs
+                }
                 self.now = recompute.observer.cache()
                 outputs["longer"], longer = self._forward(fed, self.now, 0, self.filler)
                 if token is None:
@@ -290,7 +316,9 @@ class Split:
                     longer_among = _joined(longer_among, end - 1, longer_newest, end)
                 yield step.number, outputs
 
-    def _forward(self, fed: Sequence[Tensor], cache: KeysValues, stop: int, filler: Tensor) -> tuple[Outputs, KeysValues]:
+    def _forward(
+        self, fed: Sequence[Tensor], cache: KeysValues, stop: int, filler: Tensor
+    ) -> tuple[Outputs, KeysValues]:
         """Runs the recompute path with the K and V of some rows replaced and more tokens after the
         prefix.
 
@@ -313,6 +341,9 @@ class Split:
 def _joined(early: KeysValues, at: int, late: KeysValues, end: int) -> KeysValues:
     """Joins the rows of one cache before a position with those of another from there to ``end``."""
     return [
-        [torch.cat([first[:, :, :at], then[:, :, at:end]], 2) for first, then in zip(*layer, strict=True)]
+        [
+            torch.cat([first[:, :, :at], then[:, :, at:end]], 2)
+            for first, then in zip(*layer, strict=True)
+        ]
         for layer in zip(early, late, strict=True)
     ]

@@ -1,8 +1,10 @@
-"""Steering that means the same with and without a cache: a vector added at positions of the text, not of a forward.
+"""Steering that means the same with and without a cache: a vector added at positions of the text,
+not of a forward.
 
-A hook that adds to the newest row of each forward steers another computation with a cache than without one: from a cache each
-token keeps the keys and values that it had when it was steered, and without one every forward computes the earlier tokens again,
-unsteered. Here a position is that of its text, pads not counted, so that each is steered whenever it is computed.
+A hook that adds to the newest row of each forward steers another computation with a cache than
+without one: from a cache each token keeps the keys and values that it had when it was steered, and
+without one every forward computes the earlier tokens again, unsteered. Here a position is that of
+its text, pads not counted, so that each is steered whenever it is computed.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class _Text:
         prompt: The columns of the prompts.
         pads: The pads in front of each row.
         begins: The columns that were in a cache before the first forward.
-        steered: ``[row, column]``, whether the vector was added there when the column was last computed.
+        steered: ``[row, column]``, whether the vector was added there when the column was last
+            computed.
         ids: ``[row, column]``, the token ids that were fed; None where none were seen.
         ends: The tokens that end a text.
     """
@@ -67,13 +70,17 @@ class _Text:
         return torch.arange(self.end) - self.pads[:, None]
 
     def own(self) -> Tensor:
-        """``[row, column]``: whether a column is of its row's text, neither a pad nor fed after the text had ended."""
+        """``[row, column]``: whether a column is of its row's text, neither a pad nor fed after the
+        text had ended.
+        """
         real = self.positions() >= 0
         known = [self.ids] if self.call is None else [self.call.output, self.ids]
         ids = next((ids for ids in known if ids is not None and ids.shape[1] >= self.end), None)
         if ids is None or self.call is None or len(ids) != len(real):
             return real
-        stops = torch.tensor([text_end(row, self.prompt, self.end, self.ends) for row in ids.tolist()])
+        stops = torch.tensor(
+            [text_end(row, self.prompt, self.end, self.ends) for row in ids.tolist()]
+        )
         return real & (torch.arange(self.end) < stops[:, None])
 
 
@@ -85,10 +92,16 @@ class Steering:
         layers: The layers.
     """
 
-    def __init__(self, adapter: Adapter, site: str, layers: tuple[int, ...], vector: Tensor, positions: Any) -> None:
+    def __init__(
+        self, adapter: Adapter, site: str, layers: tuple[int, ...], vector: Tensor, positions: Any
+    ) -> None:
         self.site, self.layers = site, layers
         self._vector, self._named = vector, positions
-        self._calls, self._texts, self._ends = Calls(adapter), list[_Text](), tuple(adapter.end_tokens)
+        self._calls, self._texts, self._ends = (
+            Calls(adapter),
+            list[_Text](),
+            tuple(adapter.end_tokens),
+        )
         self._step = -1
         self.hook: PatchHook | None = None
 
@@ -99,7 +112,9 @@ class Steering:
 
     @property
     def computed(self) -> int:
-        """How many positions of texts were computed: pads, and what rows were fed that had ended, are not counted."""
+        """How many positions of texts were computed: pads, and what rows were fed that had ended,
+        are not counted.
+        """
         return sum(int(text.own()[:, text.begins :].sum()) for text in self._texts)
 
     def where(self) -> list[list[int]]:
@@ -117,12 +132,20 @@ class Steering:
             real = text.own()
             steered = text.steered & real
             real[:, : text.begins] = False
-            for part, columns in ((prompt, slice(None, text.prompt)), (generated, slice(text.prompt, None))):
+            for part, columns in (
+                (prompt, slice(None, text.prompt)),
+                (generated, slice(text.prompt, None)),
+            ):
                 part.append((int(steered[:, columns].sum()), int(real[:, columns].sum())))
-        shares = (f"{sum(a for a, _ in part)} of {sum(b for _, b in part)}" for part in (prompt, generated))
+        shares = (
+            f"{sum(a for a, _ in part)} of {sum(b for _, b in part)}"
+            for part in (prompt, generated)
+        )
         count = sum(len(text.steered) for text in self._texts)
         layers = ", ".join(map(str, self.layers))
-        last = "; the last token of a text is never fed" * any(text.call is not None for text in self._texts)
+        last = "; the last token of a text is never fed" * any(
+            text.call is not None for text in self._texts
+        )
         return (
             f"{self.site} of layer {layers} was steered at {self.steered} of {counted(self.computed, 'position')} of "
             f"{counted(count, 'text')} ({'{} of the prompt, {} generated'.format(*shares)}{last})."
@@ -133,11 +156,15 @@ class Steering:
         return f"<Steering: {self}>"
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Listens to the calls of the model, which tell a prompt from what is generated, while the context lasts."""
+        """Listens to the calls of the model, which tell a prompt from what is generated, while the
+        context lasts.
+        """
         return self._calls.watching()
 
     def add(self, activation: Tensor) -> Tensor:
-        """Adds the vector to the rows that are named; what :class:`Patch` calls as a function of the activation."""
+        """Adds the vector to the rows that are named; what :class:`Patch` calls as a function of
+        the activation.
+        """
         assert self.hook is not None
         width = tuple(activation.shape[-self._vector.dim() :])
         if width != tuple(self._vector.shape) or self._vector.dim() > activation.dim() - 2:
@@ -153,7 +180,9 @@ class Steering:
         return torch.where(where, activation + self._vector.to(activation), activation)
 
     def _text(self, batch: int, start: int, end: int) -> _Text:
-        """The texts that a forward goes on with, grown to its columns; new ones where it begins them."""
+        """The texts that a forward goes on with, grown to its columns; new ones where it begins
+        them.
+        """
         assert self.hook is not None
         text, call = (self._texts[-1] if self._texts else None), self._calls.call
         if self.hook.step == self._step and text is not None:
@@ -167,10 +196,14 @@ class Steering:
             prompt = (call.prompt_length if call is not None else 0) or start or end
             pads = self._pads(batch, prompt)
             ends = (*self._ends, *(() if call is None else call.ends))
-            text = _Text(call, prompt, pads, start, torch.zeros(batch, start, dtype=torch.bool), ends=ends)
+            text = _Text(
+                call, prompt, pads, start, torch.zeros(batch, start, dtype=torch.bool), ends=ends
+            )
             self._texts.append(text)
         text.ids = self._calls.fed(text.ids, start, end - start)
-        text.steered = torch.cat([text.steered[:, :end], torch.zeros(batch, max(end - text.end, 0), dtype=torch.bool)], 1)
+        text.steered = torch.cat(
+            [text.steered[:, :end], torch.zeros(batch, max(end - text.end, 0), dtype=torch.bool)], 1
+        )
         return text
 
     def _pads(self, batch: int, prompt: int) -> Tensor:
@@ -180,12 +213,20 @@ class Steering:
             return torch.zeros(batch, dtype=torch.long)
         pads = (~mask[:, :prompt].bool()).sum(1).cpu()
         # Several texts of each prompt lie side by side.
-        return pads.repeat_interleave(batch // len(pads)) if batch % len(pads) == 0 else pads.new_zeros(batch)
+        return (
+            pads.repeat_interleave(batch // len(pads))
+            if batch % len(pads) == 0
+            else pads.new_zeros(batch)
+        )
 
     def _wanted(self, text: _Text) -> Tensor:
         positions, columns = text.positions(), torch.arange(text.end)
         if isinstance(self._named, str):
-            named = {"all": columns >= 0, "prompt": columns < text.prompt, "generated": columns >= text.prompt}[self._named]
+            named = {
+                "all": columns >= 0,
+                "prompt": columns < text.prompt,
+                "generated": columns >= text.prompt,
+            }[self._named]
             return named & (positions >= 0)
         return torch.isin(positions, torch.tensor(self._named))
 
@@ -205,7 +246,9 @@ class Steering:
         for text in self._texts:
             if not text.begins:
                 continue
-            missed = torch.where(self._wanted(text)[:, : text.begins], text.positions()[:, : text.begins], -1)
+            missed = torch.where(
+                self._wanted(text)[:, : text.begins], text.positions()[:, : text.begins], -1
+            )
             missed = missed[missed >= 0].unique().tolist()
             if missed:
                 log.warning(
@@ -219,7 +262,10 @@ class Steering:
         beyond = [position for position in self._named if position >= length]
         if beyond:
             log.warning(
-                "%s: %s not steered: no text has so many positions; the longest has %d", CONTEXT, _listed(beyond), length
+                "%s: %s not steered: no text has so many positions; the longest has %d",
+                CONTEXT,
+                _listed(beyond),
+                length,
             )
 
 
@@ -240,28 +286,31 @@ def steer(
     positions: words.TextPositions | str | int | Sequence[int] = "all",
     site: words.PatchSite | str = "resid_post",
 ) -> Iterator[Steering]:
-    """Adds a vector at positions of the text in the forwards inside the ``with`` block, the same with and without a cache.
+    """Adds a vector at positions of the text in the forwards inside the ``with`` block, the same
+    with and without a cache.
 
-    Positions are those of each text: pads are not counted, and each position is steered whenever it is computed, by the prefill,
-    in chunks, by a decode step, or again by a forward without a cache. So ``generate`` gives the same tokens either way, up to
-    rounding.
+    Positions are those of each text: pads are not counted, and each position is steered whenever it
+    is computed, by the prefill, in chunks, by a decode step, or again by a forward without a cache.
+    So ``generate`` gives the same tokens either way, up to rounding.
 
     Args:
         model: A HookedTransformer, TransformerBridge, transformers model or adapter.
         vector: What is added, of the width of the site, or ``[head, head_dim]`` for q, k, v and z.
         layer: A layer or several; it may be left out if ``site`` is a hook's name, which says it.
-        positions: ``"all"``, ``"prompt"``, ``"generated"`` (tokens that were written and fed), or numbers from 0. The prompt is
-            that of the ``generate()`` which runs; where none does, it is what the first forward was fed.
+        positions: ``"all"``, ``"prompt"``, ``"generated"`` (tokens that were written and fed), or
+            numbers from 0. The prompt is that of the ``generate()`` which runs; where none does, it
+            is what the first forward was fed.
         site: The site, or a hook by TransformerLens's name; one with a vector at each position.
 
     Yields:
         A :class:`Steering`, whose text says at how many of how many positions the vector was added.
 
     Raises:
-        InputError: The vector does not fit, something given does not exist, or nothing was steered until the end.
+        InputError: The vector does not fit, something given does not exist, or nothing was steered
+            until the end.
 
-    The logger ``kvinterp`` warns of named positions that were not steered, because a cache held them before or because no text
-    is so long.
+    The logger ``kvinterp`` warns of named positions that were not steered, because a cache held
+    them before or because no text is so long.
 
     Example:
         >>> with kvinterp.steer(model, direction, layer=3, positions="generated") as steering:  # doctest: +SKIP
@@ -271,7 +320,9 @@ def steer(
     adapter = wrap(model)
     site, layers = one_site(adapter, site, layer)
     if site not in VECTOR_SITES:
-        raise InputError(f"site={site!r} has no vector at each position: expected one of {', '.join(VECTOR_SITES)}.")
+        raise InputError(
+            f"site={site!r} has no vector at each position: expected one of {', '.join(VECTOR_SITES)}."
+        )
     if layers is None:
         raise InputError("no layer was given: give layer=..., such as layer=3.")
     chosen = chosen_layers(adapter, layers)
@@ -284,7 +335,11 @@ def steer(
 
 def _vector(vector: Any) -> Tensor:
     tensor = torch.as_tensor(vector).detach()
-    if not tensor.is_floating_point() or tensor.dim() not in (1, 2) or not bool(tensor.isfinite().all()):
+    if (
+        not tensor.is_floating_point()
+        or tensor.dim() not in (1, 2)
+        or not bool(tensor.isfinite().all())
+    ):
         raise InputError(
             f"a vector of shape {tuple(tensor.shape)} and {tensor.dtype} was given: expected finite real numbers, [width] or "
             "[head, head_dim]."
@@ -297,7 +352,11 @@ def _positions(positions: Any) -> Any:
         check_choice("positions", positions, words.TextPositions)
         return positions
     expected = "'all', 'prompt', 'generated', or positions from 0, such as 5 or [5, 6]"
-    items: list[Any] = [positions] if whole_number(positions) is not None else given_list("positions", positions, expected)
+    items: list[Any] = (
+        [positions]
+        if whole_number(positions) is not None
+        else given_list("positions", positions, expected)
+    )
     numbers = [whole_number(item) for item in items]
     if not numbers or any(number is None or number < 0 for number in numbers):
         raise unexpected("positions", positions, expected)

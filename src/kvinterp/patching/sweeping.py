@@ -1,4 +1,6 @@
-"""Sweeps: the same patch at every layer, head or block of positions, with controls for the answer."""
+"""Sweeps: the same patch at every layer, head or block of positions, with controls for the
+answer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.common import words
-from kvinterp.common.checks import among, check_choice, check_known, check_text, check_unread, check_whole
+from kvinterp.common.checks import (
+    among,
+    check_choice,
+    check_known,
+    check_text,
+    check_unread,
+    check_whole,
+)
 from kvinterp.common.progress import each
 from kvinterp.errors import InputError, located, out_of_memory
 from kvinterp.models import Adapter, wrap
@@ -23,9 +32,23 @@ from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import DISTANCES, check_finite, distances_of, name_of
 from kvinterp.patching.hook import PatchHook
 from kvinterp.patching.localising import localise
-from kvinterp.patching.patch import PATCHED_CACHE, Patch, Positions, Where, check_patch_site, heads_at, positions_of
+from kvinterp.patching.patch import (
+    PATCHED_CACHE,
+    Patch,
+    Positions,
+    Where,
+    check_patch_site,
+    heads_at,
+    positions_of,
+)
 from kvinterp.patching.planted import Plant
-from kvinterp.patching.side_by_side import PlannedLane, Setting, advance_beside, other_prompt, two_paths
+from kvinterp.patching.side_by_side import (
+    PlannedLane,
+    Setting,
+    advance_beside,
+    other_prompt,
+    two_paths,
+)
 from kvinterp.patching.table import Sweep, Tables
 from kvinterp.paths import ExecutionPath
 
@@ -44,11 +67,14 @@ DIRECTIONS = {
     "into-cached": "the recompute path's tensors are put into the cached path, where they persist through K and V",
 }
 STREAM = ("resid_pre", "resid_mid", "resid_post")
-"""Sites that are the whole residual stream: a patch there undoes everything before it in the same rows."""
+"""Sites that are the whole residual stream: a patch there undoes everything before it in the same
+rows.
+"""
 PRESETS: dict[str, dict[str, Any]] = {
-    # arXiv 2604.15409, section 5.2: hidden states of the cached path are put into the recompute path at the first decode
-    # step, one layer at a time and cumulatively, on the examples with the highest KL, 32 free-running steps. How many
-    # examples is not said in the text we have; ten is our choice.
+    # arXiv 2604.15409, section 5.2: hidden states of the cached path are put into the recompute
+    # path at the first decode step, one layer at a time and cumulatively, on the examples with the
+    # highest KL, 32 free-running steps. How many examples is not said in the text we have; ten is
+    # our choice.
     "paper": {
         "site": "resid_post",
         "over": "single,cumulative",
@@ -95,47 +121,60 @@ def sweep(
     batch_size: int = 1,
     progress: words.Progress | str = "bar",
 ) -> Sweep:
-    """Patches one place at a time and measures how much of the difference between the paths each patch recovers.
+    """Patches one place at a time and measures how much of the difference between the paths each
+    patch recovers.
 
-    A cumulative sweep of the residual stream into the recompute path gives no more than its last layer. The patch at layer l
-    replaces its rows whole, no other row reads what they were before, and nothing is carried to the next step. So the patch of
-    layers 0 to l gives the bits of the patch of layer l alone, and only that one runs; a test compares the two. In the same
-    way every patch of layers l to the last equals the patch of the last layer.
+    A cumulative sweep of the residual stream into the recompute path gives no more than its last
+    layer. The patch at layer l replaces its rows whole, no other row reads what they were before,
+    and nothing is carried to the next step. So the patch of layers 0 to l gives the bits of the
+    patch of layer l alone, and only that one runs; a test compares the two. In the same way every
+    patch of layers l to the last equals the patch of the last layer.
 
-    Every row of the forward reads K and V patched into the recompute path, not the newest row alone. So a layer's patch also
-    changes what later layers compute for earlier positions. To put back a layer's K and V and nothing else, sweep into the
-    cached path, or into the recompute path from that layer to the last (``"cumulative-from"``).
+    Every row of the forward reads K and V patched into the recompute path, not the newest row
+    alone. So a layer's patch also changes what later layers compute for earlier positions. To put
+    back a layer's K and V and nothing else, sweep into the cached path, or into the recompute path
+    from that layer to the last (``"cumulative-from"``).
 
     Args:
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list.
         site: A site of PATCH_SITES.
-        over: What varies; see SWEEPS. Several with commas between, such as ``"single,cumulative"``, share their runs.
+        over: What varies; see SWEEPS. Several with commas between, such as ``"single,cumulative"``,
+            share their runs.
         direction: ``"into-recompute"`` or ``"into-cached"``.
         steps: ``"every"`` decode step, the ``"first"`` (step 1), or a tuple of steps.
-        protocol: ``"matched"`` (all lanes are fed the cached path's tokens; D over the patched steps) or ``"free"``
-            (each lane is fed its own tokens; D over all steps).
-        positions: ``"newest"`` (default; ``"all"`` for the cache), ``"all"``, ``"earlier"`` or ``(start, stop)``.
+        protocol: ``"matched"`` (all lanes are fed the cached path's tokens; D over the patched
+            steps) or ``"free"`` (each lane is fed its own tokens; D over all steps).
+        positions: ``"newest"`` (default; ``"all"`` for the cache), ``"all"``, ``"earlier"`` or
+            ``(start, stop)``.
         layers: Layers to sweep (default: all).
         max_new_tokens: Most steps.
-        distance: ``"kl"`` (nats, donor against patched), ``"l2"`` of the logits, ``"margin"``, or ``"logit_difference"`` of
-            two answers (TransformerLens's ``logits_to_logit_diff``, how far it is from the donor's); several with commas
-            between. Figures and summaries use the first. KL alone misleads where a difference has the size of rounding,
-            because the step whose next token is least certain makes up most of it; so L2 is always measured. Or a function
-            of the logits ``[batch, position, vocab]`` of one row and step, like TransformerLens's metrics: its distance is the
-            difference from its value on the donor's logits.
-        answers: For ``"logit_difference"`` two tokens, the second of which is subtracted: texts of one token, or ids.
-        examples: Sweeps only this many prompts, those with the highest KL between the paths; see :func:`highest_kl`.
+        distance: ``"kl"`` (nats, donor against patched), ``"l2"`` of the logits, ``"margin"``, or
+            ``"logit_difference"`` of two answers (TransformerLens's ``logits_to_logit_diff``, how
+            far it is from the donor's); several with commas between. Figures and summaries use the
+            first. KL alone misleads where a difference has the size of rounding, because the step
+            whose next token is least certain makes up most of it; so L2 is always measured. Or a
+            function of the logits ``[batch, position, vocab]`` of one row and step, like
+            TransformerLens's metrics: its distance is the difference from its value on the donor's
+            logits.
+        answers: For ``"logit_difference"`` two tokens, the second of which is subtracted: texts of
+            one token, or ids.
+        examples: Sweeps only this many prompts, those with the highest KL between the paths; see
+            :func:`highest_kl`.
         only: The numbers of the prompts to sweep, in a resumed or sharded run.
         block: Positions in a block, for ``over="blocks"``.
         cached: The cached path.
         recompute: The recompute path.
-        controls: ``"quick"``: the path itself, another prompt, the floor, all positions, all layers together; ``"all"``: also
-            planted causes, each localised with the model in float64, once a model; or ``"none"``.
-        logits: ``"keep"`` keeps the full-vocabulary logits of every lane and step; ``"discard"`` does not.
-        stop: ``"end of sequence"`` (of the unpatched cached path, or at the length) or ``"length"``.
-        batch_size: Most patches in one forward: of one layer into the recompute path, of any layers into the cached path (matched
-            protocol only). Used only where a check showed that each patch keeps the bits it has alone (docs/laws.md, law 9).
+        controls: ``"quick"``: the path itself, another prompt, the floor, all positions, all layers
+            together; ``"all"``: also planted causes, each localised with the model in float64, once
+            a model; or ``"none"``.
+        logits: ``"keep"`` keeps the full-vocabulary logits of every lane and step; ``"discard"``
+            does not.
+        stop: ``"end of sequence"`` (of the unpatched cached path, or at the length) or
+            ``"length"``.
+        batch_size: Most patches in one forward: of one layer into the recompute path, of any layers
+            into the cached path (matched protocol only). Used only where a check showed that each
+            patch keeps the bits it has alone (docs/laws.md, law 9).
         progress: ``"bar"`` or ``"none"``.
 
     Raises:
@@ -162,16 +201,25 @@ def sweep(
         check_choice(name, value, choices)
     tokens = encode_all(adapter, prompts, max_new_tokens)
     paths = two_paths(cached, recompute, "a sweep")
-    spot = positions_of(("all" if site in PATCHED_CACHE else "newest") if positions is None else positions)
+    spot = positions_of(
+        ("all" if site in PATCHED_CACHE else "newest") if positions is None else positions
+    )
     shortest, longest = (function(map(len, tokens)) + max_new_tokens - 1 for function in (min, max))
     lanes = _planned_lanes(adapter, site, over, direction, spot, steps, layers, block, longest)
     if batch_size > 1 and direction == "into-cached" and protocol == "free":
-        log.info("batch_size=%d is not used: fed each its own tokens, patched cached paths go one by one", batch_size)
+        log.info(
+            "batch_size=%d is not used: fed each its own tokens, patched cached paths go one by one",
+            batch_size,
+        )
     pair = pair_for(adapter, name_of(distance) if callable(distance) else distance, answers)
     if "blocks" not in over:
-        check_unread("block", block, 16, f"over={over!r} has no blocks; leave it out, or sweep over='blocks'")
+        check_unread(
+            "block", block, 16, f"over={over!r} has no blocks; leave it out, or sweep over='blocks'"
+        )
     measures = distances_of(distance, pair)
-    setting = Setting(adapter, *paths, direction, protocol, measures, max_new_tokens, logits, stop, batch_size)
+    setting = Setting(
+        adapter, *paths, direction, protocol, measures, max_new_tokens, logits, stop, batch_size
+    )
     _check_reach(setting, lanes[0], shortest)
     swept = list(range(len(tokens)))
     if examples is not None:
@@ -189,7 +237,10 @@ def sweep(
             except (RuntimeError, MemoryError) as error:
                 if setting.batch_size == 1 or not out_of_memory(error):
                     raise
-                log.warning("out of memory with %d patches in a batch: they go one by one", setting.batch_size)
+                log.warning(
+                    "out of memory with %d patches in a batch: they go one by one",
+                    setting.batch_size,
+                )
                 setting = dataclasses.replace(setting, batch_size=1)
                 advanced = advance_beside(setting, lanes, tokens[example], other)
             check_finite(advanced.distances, f"example {example}")
@@ -205,7 +256,9 @@ def sweep(
         "work": dict(tables.work),
         **about,
     }  # fmt: skip
-    recovery, by_step, checks = (pd.DataFrame(rows) for rows in (tables.recovery, tables.steps, tables.controls))
+    recovery, by_step, checks = (
+        pd.DataFrame(rows) for rows in (tables.recovery, tables.steps, tables.controls)
+    )
     return Sweep(recovery, by_step, checks, settings, tables.logits)
 
 
@@ -220,7 +273,8 @@ def highest_kl(
     recompute: str | ExecutionPath = "recompute",
     progress: str = "bar",
 ) -> list[int]:
-    """Finds the prompts whose paths differ most, by KL(cached || recompute) averaged over the steps after the prefill.
+    """Finds the prompts whose paths differ most, by KL(cached || recompute) averaged over the steps
+    after the prefill.
 
     Args:
         model: A model of any kind, or an adapter.
@@ -243,15 +297,21 @@ def highest_kl(
     check_choice("progress", progress, words.Progress)
     tokens = encode_all(adapter, prompts, max_new_tokens)
     paths = two_paths(cached, recompute, "a sweep")
-    setting = Setting(adapter, *paths, "into-recompute", protocol, distances_of("kl"), max_new_tokens)
+    setting = Setting(
+        adapter, *paths, "into-recompute", protocol, distances_of("kl"), max_new_tokens
+    )
     return _examples_of_highest_kl(setting, tokens, count, progress)
 
 
-def _examples_of_highest_kl(setting: Setting, tokens: Sequence[Sequence[int]], count: int, progress: str) -> list[int]:
+def _examples_of_highest_kl(
+    setting: Setting, tokens: Sequence[Sequence[int]], count: int, progress: str
+) -> list[int]:
     count = check_whole("examples", count, hint=", or None for all")
     if count >= len(tokens):
         return list(range(len(tokens)))
-    unpatched = dataclasses.replace(setting, direction="into-recompute", distances=distances_of("kl"), logits="discard")
+    unpatched = dataclasses.replace(
+        setting, direction="into-recompute", distances=distances_of("kl"), logits="discard"
+    )
     means: list[float] = []
     with located(f"model {setting.adapter.facts.name}"), own_threads(setting.adapter):
         for prompt in each(tokens, "choosing", "prompt", progress):
@@ -271,7 +331,9 @@ def _check_reach(setting: Setting, lane: PlannedLane, shortest: int) -> None:
             f"{max_new_tokens - 1}: decode more tokens or name an earlier step."
         )
     if patch.active(0) and cached.chunk is not None:
-        raise InputError(f"step 0 was named, which path {cached} computes in pieces: use a path without chunk.")
+        raise InputError(
+            f"step 0 was named, which path {cached} computes in pieces: use a path without chunk."
+        )
     if patch.starts_at >= shortest:
         raise InputError(
             f"position {patch.starts_at} does not exist: the shortest prompt has {prompt_length} tokens "
@@ -299,8 +361,11 @@ def _planned_lanes(
     facts, swept = adapter.facts, layers_with(adapter, site, chosen_layers(adapter, layers))
     shadowed = direction == "into-recompute" and site in STREAM and positions in ("newest", "all")
 
-    def add(where: Sequence[int], layer: int, head: int | None = None, spot: Positions = positions) -> None:
-        # Of several patches of the stream only the last has an effect; see the docstring of sweep().
+    def add(
+        where: Sequence[int], layer: int, head: int | None = None, spot: Positions = positions
+    ) -> None:
+        # Of several patches of the stream only the last has an effect; see the docstring of
+        # sweep().
         effective = layers_with(adapter, site, where)[-1 if shadowed and spot == positions else 0 :]
         patch = Patch(site, tuple(effective), None if head is None else (head,), spot, steps)
         lanes.append(PlannedLane({"sweep": name, **_labels(patch, layer)}, patch))
@@ -311,7 +376,9 @@ def _planned_lanes(
         "cumulative": lambda layer: range(layer + 1),
         "cumulative-from": lambda layer: range(layer, facts.layers),
     }
-    for name in map(str.strip, check_text("over", over, "'single' or 'single,cumulative'").split(",")):
+    for name in map(
+        str.strip, check_text("over", over, "'single' or 'single,cumulative'").split(",")
+    ):
         check_known("sweep", name, SWEEPS)
         if name in layers_of:
             for layer in swept:
@@ -325,7 +392,9 @@ def _planned_lanes(
                 raise InputError(
                     f"sweep 'kv-heads' needs a site with KV heads, and {site!r} was given: use kv, cache_k, cache_v, k or v."
                 )
-            for layer, head in itertools.product(swept, range(heads_at(adapter, site, f"sweep {name!r}"))):
+            for layer, head in itertools.product(
+                swept, range(heads_at(adapter, site, f"sweep {name!r}"))
+            ):
                 add([layer], layer, head)
     # Raises InputError if a patch does not fit the model.
     PatchHook(adapter, [lane.patch for lane in lanes])
@@ -333,7 +402,10 @@ def _planned_lanes(
 
 
 def _control_lanes(
-    adapter: Adapter, lanes: Sequence[PlannedLane], positions: Positions, steps: str | tuple[int, ...]
+    adapter: Adapter,
+    lanes: Sequence[PlannedLane],
+    positions: Positions,
+    steps: str | tuple[int, ...],
 ) -> list[PlannedLane]:
     middle, swept = adapter.facts.layers // 2, [lane.patch for lane in lanes]
     places = {
@@ -356,26 +428,43 @@ def _labels(patch: Patch, layer: int) -> dict[str, Any]:
     """The columns that say what a patch moves; -1 in those that do not vary."""
     spot = patch.positions
     positions = spot if isinstance(spot, str) else f"{spot[0]}:{'' if spot[1] is None else spot[1]}"
-    return {"site": patch.site, "layer": layer, "head": patch.heads[0] if patch.heads else -1, "positions": positions}
+    return {
+        "site": patch.site,
+        "layer": layer,
+        "head": patch.heads[0] if patch.heads else -1,
+        "positions": positions,
+    }
 
 
-def _planted_controls(adapter: Adapter, prompt: Sequence[int], example: int) -> list[dict[str, Any]]:
-    """Plants a difference in each kind of place and reports where :func:`localise` finds it, once a model.
+def _planted_controls(
+    adapter: Adapter, prompt: Sequence[int], example: int
+) -> list[dict[str, Any]]:
+    """Plants a difference in each kind of place and reports where :func:`localise` finds it, once a
+    model.
 
-    The planted difference is far larger than float64's rounding, so the place found depends on the model and not on the prompt.
-    Later sweeps reuse the result, with example -1 if it came from another prompt.
+    The planted difference is far larger than float64's rounding, so the place found depends on the
+    model and not on the prompt. Later sweeps reuse the result, with example -1 if it came from
+    another prompt.
     """
 
     def localise_plants() -> tuple[list[int], list[Any]]:
         middle = adapter.facts.layers // 2
         plants = (Plant("kv", middle), Plant("row", middle), Plant("unembedding"))
-        return list(prompt), [(plant, localise(adapter, list(prompt), plant, dtype="float64")) for plant in plants]
+        return list(prompt), [
+            (plant, localise(adapter, list(prompt), plant, dtype="float64")) for plant in plants
+        ]
 
     planted_in, causes = adapter.checked_once(localise_plants, "plants", autocast(adapter.device))
     checks = []
     for plant, cause in causes:
-        right = cause.place == plant.place and (plant.place == "unembedding" or cause.layer == plant.layer)
-        where = {"site": cause.place, "layer": cause.layer, "recovery": cause.share if right else float("nan")}
+        right = cause.place == plant.place and (
+            plant.place == "unembedding" or cause.layer == plant.layer
+        )
+        where = {
+            "site": cause.place,
+            "layer": cause.layer,
+            "recovery": cause.share if right else float("nan"),
+        }
         number = example if planted_in == list(prompt) else -1
         checks.append({"control": f"planted {plant.place}", **where, "example": number})
     return checks

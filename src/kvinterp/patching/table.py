@@ -44,21 +44,26 @@ class Sweep(Result):
     """Recovery of every patch of a sweep: ``1 - D(patched, donor) / D(unpatched, donor)``.
 
     Attributes:
-        recovery: One row an example and patch: sweep, site, layer, head, positions (head and layer are -1 if they do not
-            vary), step_set, direction, protocol, example (the prompt's number), recovery (a fraction, below 0 if the patch made
-            the paths differ more; NaN if there is nothing to recover, and then ``defined`` is False and ``why`` says so),
-            d_before, d_after, equal (whether the unpatched logits are bitwise equal), unchanged (whether every value that the
-            patch wrote was there already), steps (counted in D), first_step. These are for the first distance; for the others,
-            and always for L2, there are recovery_l2, d_before_l2, d_after_l2 and so on.
-        steps: One row an example, patch and counted step: recovery, d_before, d_after, of each distance likewise.
-        controls: One row an example and control: self (0), other-prompt, floor (the last residual, which leaves the
-            unembedding's own difference), together (the site swept in all layers at once, which leaves the difference that no
-            patch of this kind reaches), all-positions; and one row a planted cause (on the first prompt, in float64: the place
-            and share that :func:`kvinterp.localise` found; made once a model, with example -1 if another sweep's prompt was
-            used).
-        provenance: Settings, paths, model and machine, and the work done: forwards and blocks of the recompute path.
-        logits: With ``logits="keep"`` for each example ``[step, path, vocab]``: the donor, the unpatched path, then the
-            patches in the order of the table. They are not saved.
+        recovery: One row an example and patch: sweep, site, layer, head, positions (head and layer
+            are -1 if they do not vary), step_set, direction, protocol, example (the prompt's
+            number), recovery (a fraction, below 0 if the patch made the paths differ more; NaN if
+            there is nothing to recover, and then ``defined`` is False and ``why`` says so),
+            d_before, d_after, equal (whether the unpatched logits are bitwise equal), unchanged
+            (whether every value that the patch wrote was there already), steps (counted in D),
+            first_step. These are for the first distance; for the others, and always for L2, there
+            are recovery_l2, d_before_l2, d_after_l2 and so on.
+        steps: One row an example, patch and counted step: recovery, d_before, d_after, of each
+            distance likewise.
+        controls: One row an example and control: self (0), other-prompt, floor (the last residual,
+            which leaves the unembedding's own difference), together (the site swept in all layers
+            at once, which leaves the difference that no patch of this kind reaches), all-positions;
+            and one row a planted cause (on the first prompt, in float64: the place and share that
+            :func:`kvinterp.localise` found; made once a model, with example -1 if another sweep's
+            prompt was used).
+        provenance: Settings, paths, model and machine, and the work done: forwards and blocks of
+            the recompute path.
+        logits: With ``logits="keep"`` for each example ``[step, path, vocab]``: the donor, the
+            unpatched path, then the patches in the order of the table. They are not saved.
     """
 
     VERB: ClassVar = "patch"
@@ -97,15 +102,21 @@ class Sweep(Result):
         return self.aggregate()
 
     def aggregate(self) -> pd.DataFrame:
-        """For each patch the mean, median, quartiles and the median's interval of the recovery over examples.
+        """For each patch the mean, median, quartiles and the median's interval of the recovery over
+        examples.
 
-        They are NaN if no example defines a recovery. For the other distances there is the median (median_recovery_kl).
+        They are NaN if no example defines a recovery. For the other distances there is the median
+        (median_recovery_kl).
         """
         rows = []
         for labels, group in self.recovery.groupby(LABELS, sort=False):
             values = group.loc[group["defined"], "recovery"].to_numpy()
             row: Row = dict(zip(LABELS, labels, strict=True))
-            row |= {"examples": len(group), "defined": len(values), **dict.fromkeys(OVER_EXAMPLES, float("nan"))}
+            row |= {
+                "examples": len(group),
+                "defined": len(values),
+                **dict.fromkeys(OVER_EXAMPLES, float("nan")),
+            }
             if len(values):
                 low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
                 numbers = values.mean(), median, low, high, *metrics.typical(values).interval
@@ -118,13 +129,16 @@ class Sweep(Result):
         return pd.DataFrame(rows)
 
     def left(self, control: str = "together") -> dict[str, dict[str, float]]:
-        """The distance that a control leaves: its mean, and its median share of the unpatched distance.
+        """The distance that a control leaves: its mean, and its median share of the unpatched
+        distance.
 
         Args:
-            control: ``"together"``, the difference that no patch of the site reaches, or ``"floor"``, the unembedding's own.
+            control: ``"together"``, the difference that no patch of the site reaches, or
+                ``"floor"``, the unembedding's own.
 
         Returns:
-            By distance ``{"mean": ..., "share": ...}``; empty if the controls did not run or nothing is defined.
+            By distance ``{"mean": ..., "share": ...}``; empty if the controls did not run or
+            nothing is defined.
         """
         if "control" not in self.controls:
             return {}
@@ -136,24 +150,36 @@ class Sweep(Result):
             defined = rows[rows[f"d_before{suffix}"] > 0]
             if len(defined):
                 share = (defined[f"d_after{suffix}"] / defined[f"d_before{suffix}"]).median()
-                left[str(name)] = {"mean": float(rows[f"d_after{suffix}"].mean()), "share": float(share)}
+                left[str(name)] = {
+                    "mean": float(rows[f"d_after{suffix}"].mean()),
+                    "share": float(share),
+                }
         return left
 
     def summary(self) -> dict[str, Any]:
         """The numbers of ``summary.json``."""
         aggregate = self.aggregate()
         defined = aggregate.dropna(subset=["median"])
-        # By the median, as in the figures: one example whose paths hardly differ can decide a mean of ratios.
+        # By the median, as in the figures: one example whose paths hardly differ can decide a mean
+        #     of ratios.
         best = defined.loc[defined["median"].idxmax()].to_dict() if len(defined) else None
-        controls = self.controls.groupby("control")["recovery"].mean() if len(self.controls) else pd.Series(dtype=float)
+        controls = (
+            self.controls.groupby("control")["recovery"].mean()
+            if len(self.controls)
+            else pd.Series(dtype=float)
+        )
         first = self.recovery.groupby("example")[["equal", "why"]].first()
         return {
             **{name: self.provenance[name] for name in SETTINGS if name in self.provenance},
             "examples": int(self.recovery["example"].nunique()),
             "examples_without_difference": int(first["equal"].sum()),
-            "examples_undefined": {str(why): int(count) for why, count in first["why"].value_counts().items() if why},
+            "examples_undefined": {
+                str(why): int(count) for why, count in first["why"].value_counts().items() if why
+            },
             "best": best,
-            "controls": {name: None if np.isnan(value) else float(value) for name, value in controls.items()},
+            "controls": {
+                name: None if np.isnan(value) else float(value) for name, value in controls.items()
+            },
             "floor": self.left("floor"),
             "together": self.left("together"),
             "provenance": self.provenance,
@@ -171,21 +197,35 @@ class Tables:
         self.logits: dict[int, Tensor] = {}
         self.work = Counter(forwards=0, blocks=0)
 
-    def add(self, example: int, prompt_length: int, lanes: Sequence[PlannedLane], advanced: Advanced) -> None:
+    def add(
+        self, example: int, prompt_length: int, lanes: Sequence[PlannedLane], advanced: Advanced
+    ) -> None:
         """Adds the distances of one example, before and after each patch."""
         self.work.update(advanced.work)
-        names, protocol, distances = tuple(self.setting.distances), self.setting.protocol, advanced.distances
+        names, protocol, distances = (
+            tuple(self.setting.distances),
+            self.setting.protocol,
+            advanced.distances,
+        )
         steps, before, logit_columns = range(distances.shape[1]), distances[:, :, 0], [0, 1]
         for column, (lane, unchanged) in enumerate(zip(lanes, advanced.unchanged, strict=True), 2):
-            # A block after the newest position of the last step, or one that no step computes, never existed.
+            # A block after the newest position of the last step, or one that no step computes,
+            # never existed.
             if lane.patch.starts_at >= prompt_length + len(steps) - 1 or not self.setting.reaches(
                 lane.patch, prompt_length
             ):
                 continue
             after = distances[:, :, column - 1]
-            counted = [step for step in steps if (step >= 1 if protocol == "free" else lane.patch.active(step))]
+            counted = [
+                step
+                for step in steps
+                if (step >= 1 if protocol == "free" else lane.patch.active(step))
+            ]
             # If the sequence ended before any step that counts, there is nothing to recover.
-            means = [(d[:, counted].mean(1) if counted else d.new_zeros(len(names))) for d in (before, after)]
+            means = [
+                (d[:, counted].mean(1) if counted else d.new_zeros(len(names)))
+                for d in (before, after)
+            ]
             l2 = float(means[0][names.index("l2")])
             row = {
                 **lane.labels,
@@ -207,7 +247,12 @@ class Tables:
             logit_columns.append(column)
             self.recovery.append(row)
             self.steps += [
-                {**lane.labels, "example": example, "step": step, **_columns(names, before[:, step], after[:, step])}
+                {
+                    **lane.labels,
+                    "example": example,
+                    "step": step,
+                    **_columns(names, before[:, step], after[:, step]),
+                }
                 for step in counted
             ]
         if advanced.logits is not None:
@@ -217,7 +262,9 @@ class Tables:
 def _columns(
     names: Sequence[str], before: Float64[Tensor, " distance"], after: Float64[Tensor, " distance"]
 ) -> dict[str, float]:
-    """The columns of recovery and both distances: plain names for the first distance, its name as suffix for every other."""
+    """The columns of recovery and both distances: plain names for the first distance, its name as
+    suffix for every other.
+    """
     measures = {"recovery": metrics.recovery(before, after), "d_before": before, "d_after": after}
     return {
         f"{measure}_{name}" if at else measure: float(values[at])

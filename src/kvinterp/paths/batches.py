@@ -1,4 +1,6 @@
-"""Prompts run together where that was checked to keep the bits of single ones (docs/laws.md, law 9)."""
+"""Prompts run together where that was checked to keep the bits of single ones (docs/laws.md, law
+9).
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,11 @@ def in_batches(
     work: Callable[[Sequence[int]], list[Done]],
     done: Callable[[Sequence[int], list[Done]], None] | None = None,
 ) -> list[Done]:
-    """Runs ``work`` over prompts, in batches of equal length where batching was checked to keep the bits.
+    """Runs ``work`` over prompts, in batches of equal length where batching was checked to keep the
+    bits.
 
-    A batch that runs out of memory is halved, and said. Results come back in the order of the prompts.
+    A batch that runs out of memory is halved, and said. Results come back in the order of the
+    prompts.
 
     Args:
         adapter: The model.
@@ -79,7 +83,9 @@ def in_batches(
 
 
 def batched(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
-    """Indices of prompts of equal length, at most ``size`` together: no padding, so no mask that would change the bits."""
+    """Indices of prompts of equal length, at most ``size`` together: no padding, so no mask that
+    would change the bits.
+    """
     by_length: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).append(index)
@@ -88,8 +94,12 @@ def batched(prompts: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
             yield indices[start : start + size]
 
 
-def batched_alike(adapter: Adapter, path: ExecutionPath, prompts: Sequence[Sequence[int]], steps: int) -> bool:
-    """Whether a batch of this shape gives each prompt the bits it gets alone, at its first and at its last lengths."""
+def batched_alike(
+    adapter: Adapter, path: ExecutionPath, prompts: Sequence[Sequence[int]], steps: int
+) -> bool:
+    """Whether a batch of this shape gives each prompt the bits it gets alone, at its first and at
+    its last lengths.
+    """
     if _routes(adapter):
         return False
     tokens = torch.tensor(list(map(list, prompts)), device=adapter.device)
@@ -99,13 +109,20 @@ def batched_alike(adapter: Adapter, path: ExecutionPath, prompts: Sequence[Seque
         while numbers < CHECKED_NUMBERS:
             first = (tokens + turn) % adapter.facts.vocabulary
             last = torch.cat([first, first[:, :1].expand(-1, max(steps - 2, 0))], 1)
-            compared = [_numbers_alike(adapter, path, rows, count) for rows, count in ((first, max(steps, 2)), (last, 2))]
+            compared = [
+                _numbers_alike(adapter, path, rows, count)
+                for rows, count in ((first, max(steps, 2)), (last, 2))
+            ]
             if not all(compared):
                 return False
             turn, numbers = turn + 1, numbers + sum(compared)
         return True
 
-    alike = bool(adapter.checked_once(check, "batch", str(path), autocast(adapter.device), *tokens.shape, steps))
+    alike = bool(
+        adapter.checked_once(
+            check, "batch", str(path), autocast(adapter.device), *tokens.shape, steps
+        )
+    )
     if not alike:
         log.info(
             "path %s on %s in %s: a batch of %d does not give the bits of single prompts; running them one by one",
@@ -115,19 +132,25 @@ def batched_alike(adapter: Adapter, path: ExecutionPath, prompts: Sequence[Seque
 
 
 def _routes(adapter: Adapter) -> bool:
-    """Whether tokens go to experts: how many share one's product, and so its kernel, then hangs on what the other rows hold."""
+    """Whether tokens go to experts: how many share one's product, and so its kernel, then hangs on
+    what the other rows hold.
+    """
     return any(name.endswith(".experts") for name, _ in adapter.model.named_modules())
 
 
 def _numbers_alike(adapter: Adapter, path: ExecutionPath, tokens: Tensor, steps: int) -> int:
-    """Decodes rows together and alone, side by side: how many numbers were the same after step 0, or 0 if one was not.
+    """Decodes rows together and alone, side by side: how many numbers were the same after step 0,
+    or 0 if one was not.
 
-    Stops once enough were compared. The newest logits of a step or two would not do: in 16 bits another order of
-    additions moves a number only if its sum was close to a rounding boundary, and a small model's step may show none.
+    Stops once enough were compared. The newest logits of a step or two would not do: in 16 bits
+    another order of additions moves a number only if its sum was close to a rounding boundary, and
+    a small model's step may show none.
     """
     target = adapter.at(dtype_named(path.dtype))
     layers = range(target.facts.layers)
-    sites = [site for site in CHECKED_SITES if all(target.supports(site, layer) for layer in layers)]
+    sites = [
+        site for site in CHECKED_SITES if all(target.supports(site, layer) for layer in layers)
+    ]
     batches = (tokens, *tokens.split(1))
     recorders = [Recorder(target, sites) for _ in batches]
     numbers = 0
@@ -139,8 +162,14 @@ def _numbers_alike(adapter: Adapter, path: ExecutionPath, tokens: Tensor, steps:
             for rows, recorder in zip(batches, recorders, strict=True)
         ]
         for now in lockstep(runners, steps, given=fed):
-            together, *alone = [[rows, *recording.popped()] for rows, recording in zip(now.logits, recorders, strict=True)]
-            if not all(torch.equal(row, torch.cat(rows)) for row, *rows in zip(together, *alone, strict=True)):
+            together, *alone = [
+                [rows, *recording.popped()]
+                for rows, recording in zip(now.logits, recorders, strict=True)
+            ]
+            if not all(
+                torch.equal(row, torch.cat(rows))
+                for row, *rows in zip(together, *alone, strict=True)
+            ):
                 return 0
             numbers += sum(tensor.numel() for tensor in together) if now.number else 0
             if numbers >= CHECKED_NUMBERS:

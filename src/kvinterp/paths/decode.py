@@ -1,4 +1,6 @@
-"""Several runs of the same prompts in step: choose, feed, stop, collect. Whoever decodes or compares says what it measures."""
+"""Several runs of the same prompts in step: choose, feed, stop, collect. Whoever decodes or
+compares says what it measures.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,8 @@ def lockstep(
         lanes: What is advanced, in this order.
         steps: Most steps.
         choose: How a lane chooses its tokens.
-        follows: For each lane the lane whose choice it is fed; default: the first (the matched protocol). Each its own is
-            the free protocol.
+        follows: For each lane the lane whose choice it is fed; default: the first (the matched
+            protocol). Each its own is the free protocol.
         given: For the first steps what each lane is fed instead of anything chosen.
         ends: Tokens that end a text; default: none.
         ended_by: The lanes whose feeds end it; default: those that are followed.
@@ -93,14 +95,19 @@ def lockstep(
         fed = feeds
 
 
-def fed_to_all(tokens: Sequence[int] | None, lanes: int, batch: int, device: torch.device) -> list[list[Tensor]]:
-    """The same tokens, one a step, for every row of every lane, as :func:`lockstep` takes what is given."""
+def fed_to_all(
+    tokens: Sequence[int] | None, lanes: int, batch: int, device: torch.device
+) -> list[list[Tensor]]:
+    """The same tokens, one a step, for every row of every lane, as :func:`lockstep` takes what is
+    given.
+    """
     ids = torch.tensor([] if tokens is None else list(tokens), dtype=torch.long, device=device)
     return [[token.expand(batch)] * lanes for token in ids]
 
 
 class Collected:
-    """What lanes chose and were fed and whether their logits were sound, step by step; brought to the host once.
+    """What lanes chose and were fed and whether their logits were sound, step by step; brought to
+    the host once.
 
     Attributes:
         padding: Which token ids stand for no token, as the first step has it; None before that.
@@ -124,8 +131,11 @@ class Collected:
         for logits in now.logits:
             if self._tokens is not None and self.padding is not None:
                 # Padding is 0 where it is minus infinity, as it must be.
-                logits = torch.where(self.padding, torch.where(logits == -torch.inf, 0.0, torch.nan), logits)
-            # The least and the most of a row are finite where all of it is: one operation, where asking each number takes five.
+                logits = torch.where(
+                    self.padding, torch.where(logits == -torch.inf, 0.0, torch.nan), logits
+                )
+            # The least and the most of a row are finite where all of it is: one operation, where
+            # asking each number takes five.
             extremes = torch.aminmax(logits, dim=-1)
             least.append(extremes.min)
             most.append(extremes.max)
@@ -137,7 +147,9 @@ class Collected:
 
     def lists(self) -> tuple[list[Any], ...]:
         """Chosen tokens, fed tokens and soundness, each numbered by lane, row and step."""
-        chosen, feeds, least, most = (torch.stack(values).unflatten(0, (-1, self._lanes)) for values in self._kept)
+        chosen, feeds, least, most = (
+            torch.stack(values).unflatten(0, (-1, self._lanes)) for values in self._kept
+        )
         sound = least.isfinite() & most.isfinite()
         return tuple(tensor.movedim(0, -1).tolist() for tensor in (chosen, feeds, sound))
 

@@ -24,7 +24,10 @@ class _FiniteHook(SiteHook):
 
     def __init__(self, adapter: Adapter) -> None:
         layers = range(adapter.facts.layers)
-        super().__init__(adapter, [(s, layer) for layer in layers for s in RESIDUAL_SITES if adapter.supports(s, layer)])
+        super().__init__(
+            adapter,
+            [(s, layer) for layer in layers for s in RESIDUAL_SITES if adapter.supports(s, layer)],
+        )
         self.step = 0
 
     def begin_step(self, step: int) -> None:
@@ -36,7 +39,9 @@ class _FiniteHook(SiteHook):
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         if not bool(tensor.isfinite().all()):
-            raise NonFiniteError(f"{_what(tensor)} first appeared in {site} of layer {layer} at step {self.step}")
+            raise NonFiniteError(
+                f"{_what(tensor)} first appeared in {site} of layer {layer} at step {self.step}"
+            )
 
 
 def first_nonfinite(
@@ -53,7 +58,8 @@ def first_nonfinite(
         path: How to run it.
         prompt: Token ids of the prompt.
         fed: Token ids fed after it.
-        padding: Which ids stand for no token and have minus infinity; as the first step has it, unless given.
+        padding: Which ids stand for no token and have minus infinity; as the first step has it,
+            unless given.
     """
     remedy = "use a dtype with a wider range, such as dtype='bfloat16' or 'float32'"
     if not isinstance(path.policy, Identity):
@@ -73,7 +79,9 @@ def first_nonfinite(
                     what = f"{_what(logits[:, wrong])} first appeared in the logits at step {now.number}"
                     raise NonFiniteError(f"{what}, of {shown_tokens(wrong)},")
     except NonFiniteError as error:
-        return f"path {path}: {error} in {str(runner.adapter.dtype).removeprefix('torch.')}: {remedy}."
+        return (
+            f"path {path}: {error} in {str(runner.adapter.dtype).removeprefix('torch.')}: {remedy}."
+        )
     return f"path {path}: NaN or Inf appeared in the logits once and not again on a second run of the same tokens."
 
 

@@ -18,7 +18,8 @@ Made = TypeVar("Made")
 
 
 class HookedForwards:
-    """The hooks of one path: attached to the model by :meth:`attached`, heard in :meth:`call` and nowhere else.
+    """The hooks of one path: attached to the model by :meth:`attached`, heard in :meth:`call` and
+    nowhere else.
 
     Args:
         adapter: The model, in the path's dtype.
@@ -29,7 +30,12 @@ class HookedForwards:
         listeners: Who hears which site.
     """
 
-    def __init__(self, adapter: Adapter, kernels: KernelMode, listeners: Iterable[Mapping[Site, Listener]] = ()) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        kernels: KernelMode,
+        listeners: Iterable[Mapping[Site, Listener]] = (),
+    ) -> None:
         self._adapter, self._kernels = adapter, kernels
         self._state: list[Leftover] = []
         self.listeners: dict[Site, list[Listener]] = {}
@@ -39,7 +45,9 @@ class HookedForwards:
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Hooks what is listened to, for as long as the context lasts; at its end the model is as it was found."""
+        """Hooks what is listened to, for as long as the context lasts; at its end the model is as
+        it was found.
+        """
         with (
             self._adapter.attached([place for place in self.listeners if place != LOGITS]),
             self._adapter.left_as_found(),
@@ -47,12 +55,18 @@ class HookedForwards:
             yield
 
     def call(self, forward: Callable[..., Made], *args: Any) -> Made:
-        """What a forward gives under the path's kernels, heard by its hooks, on a state of its own."""
-        context = self._adapter.listening(self.listeners) if self.listeners else contextlib.nullcontext()
+        """What a forward gives under the path's kernels, heard by its hooks, on a state of its
+        own.
+        """
+        context = (
+            self._adapter.listening(self.listeners) if self.listeners else contextlib.nullcontext()
+        )
         with context, self._adapter.own_state(self._state), self._kernels:
             return forward(*args)
 
 
 def in_chunks(tokens: Tensor, chunk: int | None) -> tuple[Tensor, ...]:
-    """Cuts tokens, ``[batch, position]``, into pieces of so many positions, the last of fewer; into one piece for None."""
+    """Cuts tokens, ``[batch, position]``, into pieces of so many positions, the last of fewer; into
+    one piece for None.
+    """
     return tokens.split(min(chunk or tokens.shape[1], tokens.shape[1]), 1)

@@ -1,7 +1,9 @@
 """Lanes beside :class:`Runner` for decodes that are only compared by their logits.
 
-Several decodes of one prompt, under other strategies and seeds, begin with the same tokens, and what a path gives for tokens is
-always the same: :class:`Memory` lets each step be computed once. :class:`Suffixed` is the null of the recompute path.
+Several decodes of one prompt, under other strategies and seeds, begin with the same tokens, and
+what a path gives for tokens is
+always the same: :class:`Memory` lets each step be computed once. :class:`Suffixed` is the null of
+the recompute path.
 """
 
 from __future__ import annotations
@@ -37,16 +39,36 @@ class Memory:
         self._known: dict[tuple[str, Fed], dict[Fed, Tensor]] = {}
 
     def lane(
-        self, adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, hooks: Sequence[Any] = ()
+        self,
+        adapter: Adapter,
+        path: ExecutionPath,
+        prompt: Tensor,
+        room: int,
+        hooks: Sequence[Any] = (),
     ) -> _Remembered:
-        """A lane that computes only what is not known yet; made as a :class:`Runner` is, whose bits it gives."""
+        """A lane that computes only what is not known yet; made as a :class:`Runner` is, whose bits
+        it gives.
+        """
         logits = self._known.setdefault((str(path), _rows(prompt)), {})
         return _Remembered(logits, adapter, path, prompt, room)
 
 
 class _Remembered:
-    def __init__(self, logits: dict[Fed, Tensor], adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int) -> None:
-        self._known, self._adapter, self._path, self._prompt, self._room = logits, adapter, path, prompt, room
+    def __init__(
+        self,
+        logits: dict[Fed, Tensor],
+        adapter: Adapter,
+        path: ExecutionPath,
+        prompt: Tensor,
+        room: int,
+    ) -> None:
+        self._known, self._adapter, self._path, self._prompt, self._room = (
+            logits,
+            adapter,
+            path,
+            prompt,
+            room,
+        )
         self._fed: list[Tensor] = []
         self._key: Fed = ()
         self._runner = Runner(adapter, path, prompt, room)
@@ -70,13 +92,19 @@ class _Remembered:
         return self._known[self._key]
 
     def _computed(self) -> Tensor:
-        """The logits of this step: the runner is brought to it through the steps that it was spared."""
+        """The logits of this step: the runner is brought to it through the steps that it was
+        spared.
+        """
         at = len(self._fed)
         if self._path.form == "recompute" and self._begun + self._runner.step + 1 < at:
-            # Nothing is carried from one step of this path to the next, so it begins with the whole text.
+            # Nothing is carried from one step of this path to the next, so it begins with the whole
+            # text.
             self._attached.close()
             whole = torch.cat([self._prompt, *(token[:, None] for token in self._fed)], 1)
-            self._runner, self._begun = Runner(self._adapter, self._path, whole, self._room - at), at
+            self._runner, self._begun = (
+                Runner(self._adapter, self._path, whole, self._room - at),
+                at,
+            )
             self._attached.enter_context(self._runner)
         while self._begun + self._runner.step < at:
             step = self._runner.step + 1
@@ -89,11 +117,20 @@ def _rows(prompt: Tensor) -> Fed:
 
 
 class Suffixed:
-    """A recompute path with more tokens behind the newest, which a causal model must not see: what that changes is rounding."""
+    """A recompute path with more tokens behind the newest, which a causal model must not see: what
+    that changes is rounding.
+    """
 
     cache = "none"
 
-    def __init__(self, adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, hooks: Sequence[Any] = ()) -> None:
+    def __init__(
+        self,
+        adapter: Adapter,
+        path: ExecutionPath,
+        prompt: Tensor,
+        room: int,
+        hooks: Sequence[Any] = (),
+    ) -> None:
         self._adapter, self._path, self._tokens = adapter.at(dtype_named(path.dtype)), path, prompt
         self._filler = prompt.repeat(1, SUFFIX // prompt.shape[1] + 1)[:, :SUFFIX]
         self._forwards = HookedForwards(self._adapter, path.kernels.mode(self._adapter))
@@ -114,4 +151,6 @@ class Suffixed:
         newest = self._tokens.shape[1] - 1
         whole = torch.cat([self._tokens, self._filler], 1)[:, : self._adapter.facts.context]
         store = uncached(self._adapter, self._path, whole, path_store, ())
-        return self._forwards.call(self._adapter.forward, whole, store)[:, newest].to(self._tokens.device)
+        return self._forwards.call(self._adapter.forward, whole, store)[:, newest].to(
+            self._tokens.device
+        )

@@ -1,7 +1,7 @@
 """The two loops side by side, and what runs one of them: hooks attached once, one call a step.
 
-The loops are twins: same signature, same yields. Each yields the newest position's logits and is sent the next token; step
-0 is the token that the prefill decides.
+The loops are twins: same signature, same yields. Each yields the newest position's logits and is
+sent the next token; step 0 is the token that the prefill decides.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def cached_loop(
     hears: Sequence[PathHook],
     begin: Begin,
 ) -> Loop:
-    """Prefills the prompt once, then feeds one token a step against the cache; a refresh prefills the whole prefix anew."""
+    """Prefills the prompt once, then feeds one token a step against the cache; a refresh prefills
+    the whole prefix anew.
+    """
     tokens, begun = prompt, 0
     while True:
         begin()
@@ -74,7 +76,9 @@ def recompute_loop(
     hears: Sequence[PathHook],
     begin: Begin,
 ) -> Loop:
-    """Feeds the whole prefix at every step; nothing is carried from one step to the next but the tokens."""
+    """Feeds the whole prefix at every step; nothing is carried from one step to the next but the
+    tokens.
+    """
     tokens, store = prompt, None
     while True:
         begin()
@@ -95,11 +99,17 @@ class Runner:
         hooks: Made for ``adapter.at(path.dtype)``; they hear every forward in order.
 
     Attributes:
-        cache: What keeps the keys and values, such as ``"DynamicCache"``; ``"none"`` where nothing does.
+        cache: What keeps the keys and values, such as ``"DynamicCache"``; ``"none"`` where nothing
+            does.
     """
 
     def __init__(
-        self, adapter: Adapter, path: ExecutionPath, prompt: Tensor, room: int, hooks: Sequence[PathHook] = ()
+        self,
+        adapter: Adapter,
+        path: ExecutionPath,
+        prompt: Tensor,
+        room: int,
+        hooks: Sequence[PathHook] = (),
     ) -> None:
         self.adapter = adapter.at(dtype_named(path.dtype))
         self.path, self.hooks = path, hooks
@@ -107,16 +117,25 @@ class Runner:
         self.cache = "none"
         cached = path.form == "cached"
         if cached or path.chunk is not None:
-            # Whatever is to be found out about this model's cache is found out here, before anything is heard.
+            # Whatever is to be found out about this model's cache is found out here, before
+            # anything is heard.
             begun = range(0, room, path.refresh) if cached and path.refresh and room else (0,)
-            shapes = [(len(prompt), prompt.shape[1] + step, room - step if cached else 0) for step in begun]
+            shapes = [
+                (len(prompt), prompt.shape[1] + step, room - step if cached else 0)
+                for step in begun
+            ]
             stores = [path_store(self.adapter, path, *shape, ()) for shape in shapes]
             self.cache = "; ".join(dict.fromkeys(store.name for store in stores))
         self._rows = self._rows_to_ask(prompt)
         self._store: Store | None = None
         # Without a store a forward reads the keys it made and no others.
         on_store = cached or path.chunk is not None
-        attended = {place for hook in hooks for place in hook.listeners if on_store and place[0] in ATTENDED_SITES}
+        attended = {
+            place
+            for hook in hooks
+            for place in hook.listeners
+            if on_store and place[0] in ATTENDED_SITES
+        }
         self._beside: Runner | None = None
         if path.smooth is not None:
             path = self._smoothed(path, prompt, room)
@@ -127,10 +146,14 @@ class Runner:
             listeners = [columns.cut(heard, attended) for heard in listeners]
             hears = columns, *hooks
         if path.policy.sites:
-            listeners.insert(0, policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store))
+            listeners.insert(
+                0, policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store)
+            )
         self._forwards = HookedForwards(self.adapter, path.kernels.mode(self.adapter), listeners)
         loop = cached_loop if cached else recompute_loop
-        self._loop = loop(self.adapter, path, prompt.to(self._device), room, self._stores, hears, self._begin)
+        self._loop = loop(
+            self.adapter, path, prompt.to(self._device), room, self._stores, hears, self._begin
+        )
 
     def __enter__(self) -> Runner:
         with contextlib.ExitStack() as stack:
@@ -154,7 +177,11 @@ class Runner:
             hook.begin_step(self.step)
         forwards = self._forwards
         with self._on_given_cache(), self._asking():
-            logits = forwards.call(next, self._loop) if tokens is None else forwards.call(self._loop.send, tokens)
+            logits = (
+                forwards.call(next, self._loop)
+                if tokens is None
+                else forwards.call(self._loop.send, tokens)
+            )
         for listener in forwards.listeners.get(LOGITS, ()):
             changed = listener(logits)
             logits = logits if changed is None else changed
@@ -162,7 +189,9 @@ class Runner:
         return logits.to(self._device)
 
     def _rows_to_ask(self, prompt: Tensor) -> CachedRows | None:
-        """What asks whether the path reads its cache: the first of a call that keeps all rows and has the machine's kernels."""
+        """What asks whether the path reads its cache: the first of a call that keeps all rows and
+        has the machine's kernels.
+        """
         path = self.path
         plain = not path.policy.evicts and isinstance(path.kernels, Native)
         if path.form != "cached" or not plain or self.adapter.rows_asked:
@@ -172,7 +201,9 @@ class Runner:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """Hears what attention reads in the prompt and in the first step after it, and warns where that is not the cache."""
+        """Hears what attention reads in the prompt and in the first step after it, and warns where
+        that is not the cache.
+        """
         rows = self._rows if self.step < 2 else None
         if rows is None:
             yield
@@ -186,7 +217,9 @@ class Runner:
 
     @contextlib.contextmanager
     def _on_given_cache(self) -> Iterator[None]:
-        """What is raised in a forward on a cache that is not the model's own, which may be anybody's, is said in a sentence."""
+        """What is raised in a forward on a cache that is not the model's own, which may be
+        anybody's, is said in a sentence.
+        """
         try:
             yield
         except KvinterpError:
@@ -200,7 +233,9 @@ class Runner:
             ) from error
 
     def _smoothed(self, path: ExecutionPath, prompt: Tensor, room: int) -> ExecutionPath:
-        """The path with a policy that reads what a recompute path, run beside it, reads at the same step."""
+        """The path with a policy that reads what a recompute path, run beside it, reads at the same
+        step.
+        """
         if not self.adapter.attention_only:
             raise UnsupportedError(
                 f"path {path} mixes keys and values, and {self.adapter.facts.architecture} keeps other state in some layers: "
@@ -209,10 +244,18 @@ class Runner:
         recomputed = Recomputed()
         beside = Recompute(dtype=path.dtype, chunk=path.chunk, kernels=path.kernels)
         self._beside = Runner(self.adapter, beside, prompt, room, [recomputed])
-        return dataclasses.replace(path, policy=Chain((Smoothed(float(path.smooth or 0), recomputed), path.policy)))
+        return dataclasses.replace(
+            path, policy=Chain((Smoothed(float(path.smooth or 0), recomputed), path.policy))
+        )
 
     def _stores(
-        self, adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, hooks: Sequence[PathHook]
+        self,
+        adapter: Adapter,
+        path: ExecutionPath,
+        batch: int,
+        length: int,
+        room: int,
+        hooks: Sequence[PathHook],
     ) -> Store:
         """Makes the store of a pass, whose policy then sees what it asked for."""
         self._store = path_store(adapter, path, batch, length, room, hooks)
@@ -224,7 +267,9 @@ class Runner:
 
 
 class _FilledColumns(PathHook):
-    """Cuts scores and patterns to the keys there are: against a static cache their rows go on over its empty room."""
+    """Cuts scores and patterns to the keys there are: against a static cache their rows go on over
+    its empty room.
+    """
 
     def __init__(self) -> None:
         self._keys: dict[int, int] = {}
@@ -233,9 +278,16 @@ class _FilledColumns(PathHook):
         """Hears how many keys attention is about to read."""
         self._keys[place.layer] = keys.shape[2]
 
-    def cut(self, listeners: Mapping[Site, Listener], attended: Collection[Site]) -> dict[Site, Listener]:
-        """The listeners, of which those of the attended sites, with a column a key, are told of the filled ones only."""
-        return {place: self._cut(place[1], hear) if place in attended else hear for place, hear in listeners.items()}
+    def cut(
+        self, listeners: Mapping[Site, Listener], attended: Collection[Site]
+    ) -> dict[Site, Listener]:
+        """The listeners, of which those of the attended sites, with a column a key, are told of the
+        filled ones only.
+        """
+        return {
+            place: self._cut(place[1], hear) if place in attended else hear
+            for place, hear in listeners.items()
+        }
 
     def _cut(self, layer: int, listener: Listener) -> Listener:
         @functools.wraps(listener)

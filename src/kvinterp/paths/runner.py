@@ -15,7 +15,14 @@ from kvinterp.common import words
 from kvinterp.common.checks import check_choice, check_seed
 from kvinterp.errors import NonFiniteError, located
 from kvinterp.models import Adapter, dtype_named, wrap
-from kvinterp.models.inputs import checked_continuation, chosen_heads, chosen_layers, chosen_steps, encode, listed
+from kvinterp.models.inputs import (
+    checked_continuation,
+    chosen_heads,
+    chosen_layers,
+    chosen_steps,
+    encode,
+    listed,
+)
 from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.paths.batches import in_batches
@@ -51,14 +58,16 @@ def run(
 
     Args:
         model: A model of any kind, or an adapter.
-        prompt: A text, a :class:`Prompt`, or token ids (a list, an array or a tensor); or a list of these, run in batches
-            where that keeps the bits. A tensor or array of two dimensions is a list, a prompt a row.
+        prompt: A text, a :class:`Prompt`, or token ids (a list, an array or a tensor); or a list of
+            these, run in batches where that keeps the bits. A tensor or array of two dimensions is
+            a list, a prompt a row.
         path: How to run it, such as ``"cached"``, ``"recompute"`` or ``Cached(...)``.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
         strategy: ``"greedy"``, ``"top_k(50,0.8)"``, ``"top_p(0.95,0.8)"`` or a :class:`Strategy`.
         seed: Seeds the random number of each example and step.
         continuation: Token ids to feed instead of the path's own choices (one prompt only).
-        record: Sites to keep (default: none); see :class:`Recorder`, also for layers, heads, kv_heads, steps and positions.
+        record: Sites to keep (default: none); see :class:`Recorder`, also for layers, heads,
+            kv_heads, steps and positions.
         layers: Layers to keep.
         heads: Query heads to keep.
         kv_heads: KV heads to keep.
@@ -66,14 +75,16 @@ def run(
         positions: ``"newest"`` or ``"all"``.
         logits: ``"keep"`` keeps the full-vocabulary logits of every step; ``"discard"`` does not.
         stop: ``"end of sequence"`` (or at the length, whichever comes first) or ``"length"``.
-        batch_size: Most prompts in a batch; prompts of equal length are batched if the bits were checked to be the same.
+        batch_size: Most prompts in a batch; prompts of equal length are batched if the bits were
+            checked to be the same.
 
     Returns:
         A trace for one prompt, a list of traces for a list.
 
     Raises:
         InputError: Something given does not exist or does not fit.
-        NonFiniteError: NaN or Inf logits (for a list the trace says so in ``failure`` and the rest goes on).
+        NonFiniteError: NaN or Inf logits (for a list the trace says so in ``failure`` and the rest
+            goes on).
     """
     adapter, path, strategy = wrap(model), path_named(path), strategy_named(strategy)
     check_choice("logits", logits, words.Kept)
@@ -91,7 +102,9 @@ def run(
         recorder = None
         if record is not None or positions != "newest":
             target = adapter.at(dtype_named(path.dtype))
-            recorder = functools.partial(Recorder, target, record or (), layers, heads, kv_heads, steps, positions)
+            recorder = functools.partial(
+                Recorder, target, record or (), layers, heads, kv_heads, steps, positions
+            )
             # Raises what is wrong with these arguments, before anything runs.
             recorder()
         runs = _Run(adapter, path, max_new_tokens, strategy, seed, forced, recorder, logits, stop)
@@ -127,13 +140,21 @@ class _Run:
     def batch(self, indices: Sequence[int], prompts: Sequence[Sequence[int]]) -> list[Trace]:
         """A trace for each prompt of a batch."""
         prompt = torch.tensor(list(map(list, prompts)), device=self.adapter.device)
-        length = self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
+        length = (
+            self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
+        )
         fed = fed_to_all(self.continuation, 1, len(prompts), prompt.device)
         choose = Drawing(self.strategy, self.seed, indices, self.steps, prompt.device)
         ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
         recorder, collected = None if self.recorder is None else self.recorder(), Collected()
         logits_by_step: list[Tensor] = []
-        with Runner(self.adapter, self.path, prompt, length, [recorder] if recorder and recorder.kept else []) as runner:
+        with Runner(
+            self.adapter,
+            self.path,
+            prompt,
+            length,
+            [recorder] if recorder and recorder.kept else [],
+        ) as runner:
             for now in lockstep([runner], length, choose, given=fed, ends=ends):
                 collected.add(now)
                 if self.logits == "keep":
@@ -141,13 +162,18 @@ class _Run:
         if recorder is not None:
             recorder.end_step()
         about = provenance(
-            self.adapter, path=str(self.path), strategy=str(self.strategy), seed=self.seed, cache=runner.cache
+            self.adapter,
+            path=str(self.path),
+            strategy=str(self.strategy),
+            seed=self.seed,
+            cache=runner.cache,
         )
         logits = torch.stack(logits_by_step, 1) if logits_by_step else [None] * len(prompts)
         rows = zip(*(of_lane[0] for of_lane in collected.lists()), logits, strict=True)
         stops = [] if ends is None else ends.tolist()
         return [
-            self._trace(recorder, row, prompts[row], collected_row, stops, about) for row, collected_row in enumerate(rows)
+            self._trace(recorder, row, prompts[row], collected_row, stops, about)
+            for row, collected_row in enumerate(rows)
         ]
 
     def _trace(
@@ -166,8 +192,16 @@ class _Run:
         recorded: dict[str, Any] = {"records": {}, "steps": ()}
         if recorder is not None:
             steps = tuple(step for step in recorder.recorded_steps if step < count)
-            records = {place: [rows[row] for rows in tensors[: len(steps)]] for place, tensors in recorder.kept.items()}
-            recorded = {"records": records, "steps": steps, "heads": recorder.heads, "kv_heads": recorder.kv_heads}
+            records = {
+                place: [rows[row] for rows in tensors[: len(steps)]]
+                for place, tensors in recorder.kept.items()
+            }
+            recorded = {
+                "records": records,
+                "steps": steps,
+                "heads": recorder.heads,
+                "kv_heads": recorder.kv_heads,
+            }
             recorded["derived"] = recorder.derived
         made = Trace(
             path=str(self.path),
@@ -176,7 +210,9 @@ class _Run:
             fed=tuple(fed),
             logits=None if logits is None else logits[:count],
             ended="end of sequence" if followed[count - 1] in stops else "length",
-            failure="" if all(sound[:count]) else first_nonfinite(self.adapter, self.path, prompt, fed),
+            failure=""
+            if all(sound[:count])
+            else first_nonfinite(self.adapter, self.path, prompt, fed),
             provenance=about,
             **recorded,
         )

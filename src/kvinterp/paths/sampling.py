@@ -19,7 +19,9 @@ from kvinterp.errors import InputError, shown
 class Strategy:
     """A rule that chooses a token from logits and one uniform random number."""
 
-    def choose(self, logits: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]) -> Int[Tensor, " batch"]:
+    def choose(
+        self, logits: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]
+    ) -> Int[Tensor, " batch"]:
         """The token ids, one for each row.
 
         Args:
@@ -31,15 +33,18 @@ class Strategy:
     def drawn(
         self, logits: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]
     ) -> tuple[Int[Tensor, " batch"], Float[Tensor, " batch"]]:
-        """The tokens as :meth:`choose` gives them, and how far each choice was from falling on another token.
+        """The tokens as :meth:`choose` gives them, and how far each choice was from falling on
+        another token.
 
-        That distance is along the cumulative probability that the number is looked up in: from the number to the nearer end of
-        the chosen token's stretch, in [0, 1]; infinite where no other token could be drawn. (A cut, of k or p, may move too
-        and let other tokens in; of that it says nothing.)
+        That distance is along the cumulative probability that the number is looked up in: from the
+        number to the nearer end of the chosen token's stretch, in [0, 1]; infinite where no other
+        token could be drawn. (A cut, of k or p, may move too and let other tokens in; of that it
+        says nothing.)
         """
         weights = _quanta(self.distribution(logits.double()))
         total = weights.cumsum(-1)
-        # Vocabulary order, not order of probability: a rounding difference then moves the boundaries by as little.
+        # Vocabulary order, not order of probability: a rounding difference then moves the
+        # boundaries by as little.
         threshold = (uniform.double() * total[:, -1]).long()
         chosen = torch.searchsorted(total, threshold[:, None], right=True)[:, 0]
         last = weights.shape[-1] - 1 - weights.flip(-1).gt(0).int().argmax(-1)
@@ -50,7 +55,9 @@ class Strategy:
         far = torch.iinfo(total.dtype).max
         to_below = torch.where(below > 0, threshold - below, far)
         nearest = torch.minimum(to_below, torch.where(above < total[:, -1], above - threshold, far))
-        return chosen, torch.where(nearest < far, nearest.double() / total[:, -1].double(), torch.inf)
+        return chosen, torch.where(
+            nearest < far, nearest.double() / total[:, -1].double(), torch.inf
+        )
 
     def distribution(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch vocab"]:
         """The probabilities it draws from, float64."""
@@ -68,7 +75,9 @@ class Greedy(Strategy):
     def drawn(
         self, logits: Float[Tensor, "batch vocab"], uniform: Float[Tensor, " batch"]
     ) -> tuple[Int[Tensor, " batch"], Float[Tensor, " batch"]]:
-        """The argmax; nothing is drawn, and no distance is known: a choice among logits is as sure as their margin."""
+        """The argmax; nothing is drawn, and no distance is known: a choice among logits is as sure
+        as their margin.
+        """
         return logits.argmax(-1), torch.full_like(uniform, torch.nan, dtype=torch.float64)
 
 
@@ -116,14 +125,16 @@ class TopP(Strategy):
 
 
 QUANTUM = 2.0**-60
-"""The unit in which probabilities are added up: 128 times finer than float64's at 1, and 8 of them fit into 64 bits."""
+"""The unit in which probabilities are added up: 128 times finer than float64's at 1, and 8 of them
+fit into 64 bits.
+"""
 
 
 def _quanta(probabilities: Float[Tensor, "batch vocab"]) -> Int[Tensor, "batch vocab"]:
     """Probabilities as whole multiples of QUANTUM, NaN as none.
 
-    Whole numbers have one running sum, in whatever order a device adds them up; of floating-point numbers torch has no
-    deterministic one on CUDA.
+    Whole numbers have one running sum, in whatever order a device adds them up; of floating-point
+    numbers torch has no deterministic one on CUDA.
     """
     return (probabilities / QUANTUM).round().nan_to_num(0.0).long()
 
@@ -144,23 +155,36 @@ def strategy_named(text: object) -> Strategy:
 
 
 def uniforms(seed: int, example: int, steps: int) -> Float[Tensor, " steps"]:
-    """The random numbers of one example, one a step, whatever batch it runs in (Philox, keyed by seed and example)."""
+    """The random numbers of one example, one a step, whatever batch it runs in (Philox, keyed by
+    seed and example).
+    """
     return torch.from_numpy(draws((check_seed(seed), example), steps))
 
 
 class Drawing:
-    """Chooses the tokens of some examples at a step, by their own random numbers: every path that asks draws from the same one.
+    """Chooses the tokens of some examples at a step, by their own random numbers: every path that
+    asks draws from the same one.
 
     Attributes:
-        distances: Of each call, in their order, how far each choice was from another one; see :meth:`Strategy.drawn`.
+        distances: Of each call, in their order, how far each choice was from another one; see
+            :meth:`Strategy.drawn`.
     """
 
-    def __init__(self, strategy: Strategy, seed: int, examples: Sequence[int], steps: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        seed: int,
+        examples: Sequence[int],
+        steps: int,
+        device: torch.device,
+    ) -> None:
         self.strategy, self.distances = strategy, list[Tensor]()
         if type(strategy) is Greedy:  # A user's own may draw all the same.
             self.random = torch.zeros(len(examples), steps, dtype=torch.float64, device=device)
         else:
-            self.random = torch.stack([uniforms(seed, example, steps) for example in examples]).to(device)
+            self.random = torch.stack([uniforms(seed, example, steps) for example in examples]).to(
+                device
+            )
 
     def __call__(self, logits: Float[Tensor, "batch vocab"], step: int) -> Int[Tensor, " batch"]:
         """The token of each row, ``[batch]``."""

@@ -1,9 +1,11 @@
-"""``cached[smooth=0.5]``: at every step attention reads a mean of the cache and of a recomputation of the whole prefix beside it.
+"""``cached[smooth=0.5]``: at every step attention reads a mean of the cache and of a recomputation
+of the whole prefix beside it.
 
-A policy cannot know what recomputing gives, so this is an option of how a path runs. The recompute path is run beside it on
-the same tokens; each key and value is then ``weight`` times what the cache gives, after the policy, and ``1 - weight`` times
-what recomputing gives. The cache itself stays as it was, so the mean does not run away over the steps. At 1 attention reads
-the cached path's keys and values and at 0 the recompute path's, to the bit; the newest row is computed alone at both.
+A policy cannot know what recomputing gives, so this is an option of how a path runs. The recompute
+path is run beside it on the same tokens; each key and value is then ``weight`` times what the cache
+gives, after the policy, and ``1 - weight`` times what recomputing gives. The cache itself stays as
+it was, so the mean does not run away over the steps. At 1 attention reads the cached path's keys
+and values and at 0 the recompute path's, to the bit; the newest row is computed alone at both.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from kvinterp.recording import PathHook
 
 
 class Recomputed(PathHook):
-    """Keeps the keys and values that attention last read in each layer of the path it looks into."""
+    """Keeps the keys and values that attention last read in each layer of the path it looks
+    into.
+    """
 
     def __init__(self) -> None:
         self._read: dict[int, tuple[Place, Tensor, Tensor]] = {}
@@ -35,7 +39,10 @@ class Recomputed(PathHook):
         if place.rows is not None:
             keys, values = (gather_rows(tensor, place.rows - store.start) for tensor in pair)
         else:
-            keys, values = (tensor[:, :, place.start - store.start : place.stop - store.start] for tensor in pair)
+            keys, values = (
+                tensor[:, :, place.start - store.start : place.stop - store.start]
+                for tensor in pair
+            )
         return keys, values
 
 

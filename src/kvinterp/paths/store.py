@@ -1,7 +1,9 @@
-"""The keys and values of one pass: what is new goes through the policy into a memory, what attention reads comes out of it.
+"""The keys and values of one pass: what is new goes through the policy into a memory, what
+attention reads comes out of it.
 
-The memory is the model's own cache, a preallocated one that grows in place, or none. All take the policy, and all tell their
-watchers what attention is about to read, so that a recorder or a patch sees the cached and the recompute path through one door.
+The memory is the model's own cache, a preallocated one that grows in place, or none. All take the
+policy, and all tell their watchers what attention is about to read, so that a recorder or a patch
+sees the cached and the recompute path through one door.
 """
 
 from __future__ import annotations
@@ -27,11 +29,13 @@ ReadListener = Callable[[Place, Tensor, Tensor], "KeysValues | None"]
 
 
 class Growing(OwnCache):
-    """A memory allocated once and appended to in place (``torch.cat`` at every step would be quadratic).
+    """A memory allocated once and appended to in place (``torch.cat`` at every step would be
+    quadratic).
 
     Args:
         capacity: Most positions it will ever hold.
-        position_major: Whether a position's heads lie side by side in memory, as in TransformerLens' cache.
+        position_major: Whether a position's heads lie side by side in memory, as in
+            TransformerLens' cache.
     """
 
     name = "preallocated"
@@ -41,8 +45,18 @@ class Growing(OwnCache):
         self._room: dict[int, KeysValues] = {}
         self._rows: dict[int, int] = {}
 
-    def append(self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *_: Any, **__: Any) -> KeysValues:
-        """Appends; the first tensors are handed on as they are, and read as a forward without a cache reads them."""
+    def append(
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> KeysValues:
+        """Appends; the first tensors are handed on as they are, and read as a forward without a
+        cache reads them.
+        """
         begun = self._rows.get(layer, 0)
         if layer not in self._room:
             self._room[layer] = self._allocate(keys), self._allocate(values)
@@ -79,10 +93,12 @@ class Growing(OwnCache):
 
 
 class Store:
-    """One pass from position 0: a policy in motion, a memory, and who is told of what attention reads.
+    """One pass from position 0: a policy in motion, a memory, and who is told of what attention
+    reads.
 
-    What the model's own cache hands to attention is handed on as it is, so that its bits are production's; the store steps in
-    only where a policy, the cache's dtype or a patch makes it something else.
+    What the model's own cache hands to attention is handed on as it is, so that its bits are
+    production's; the store steps in only where a policy, the cache's dtype or a patch makes it
+    something else.
 
     Args:
         facts: The model's facts.
@@ -93,8 +109,8 @@ class Store:
         listeners: Told of every read.
         memory: What keeps them, new and empty.
         cache_dtype: Dtype that is kept, if another than the keys and values come in.
-        prefill: Positions in whose forwards attention reads keys and values as they were computed; 0 where it always reads
-            what is kept.
+        prefill: Positions in whose forwards attention reads keys and values as they were computed;
+            0 where it always reads what is kept.
         prompt: Positions of the prompt, as policies are told them; 0 where they are not known.
     """
 
@@ -120,7 +136,9 @@ class Store:
         self.name = self.memory.name
         self.model_cache: Any = None
         self.cache_dtype, self.prefill, self.prompt = cache_dtype, prefill, prompt
-        self._empty = torch.empty(batch, facts.kv_heads, 0, facts.head_dim, dtype=dtype, device=device)
+        self._empty = torch.empty(
+            batch, facts.kv_heads, 0, facts.head_dim, dtype=dtype, device=device
+        )
         self._lengths: dict[int, int] = {}
         self._computed: dict[int, KeysValues] = {}
         self._put: dict[int, list[Tensor]] = {}
@@ -134,7 +152,8 @@ class Store:
             )
         if policy.evicts:
             self.memory.let_go(f"policy {policy}")
-        # Without a policy and a narrower cache rows are kept as they come: the memory's own update is enough, and hooks hear it.
+        # Without a policy and a narrower cache rows are kept as they come: the memory's own update
+        # is enough, and hooks hear it.
         self._unchanged = cache_dtype is None and not self.policy.acts
         self.memory.connect(self.update)
 
@@ -148,12 +167,18 @@ class Store:
         return (self._empty, self._empty) if pair is None else pair
 
     def update(
-        self, layer: int, keys: Tensor, values: Tensor, window: int | None = None, *more: Any, **named: Any
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        window: int | None = None,
+        *more: Any,
+        **named: Any,
     ) -> KeysValues:
         """Appends, and returns what attention reads.
 
-        In the prefill that is what was computed, whatever is kept of it, as with transformers' quantised caches: step 0 is
-        then the same computation on both paths.
+        In the prefill that is what was computed, whatever is kept of it, as with transformers'
+        quantised caches: step 0 is then the same computation on both paths.
         """
         begun, new, written = self.length(layer), (keys, values), (keys, values)
         stop = self._lengths[layer] = begun + keys.shape[2]
@@ -168,25 +193,35 @@ class Store:
             return read
         if self.policy.evicts:
             rows = torch.arange(begun, stop, device=keys.device).expand(*handed[0].shape[:2], -1)
-            self._rows[layer] = torch.cat([self._rows[layer], rows], 2) if layer in self._rows else rows
+            self._rows[layer] = (
+                torch.cat([self._rows[layer], rows], 2) if layer in self._rows else rows
+            )
             self._starts.setdefault(layer, begun)
         place = self._places[layer] = self._place(layer, stop, min(stop, handed[0].shape[2]))
         # A static cache hands over all its room, of which the last slots may be empty.
         filled = stop - place.start if place.rows is None else place.rows.shape[2]
         if layer in self._put:
-            self._put[layer] = [pad(marks, (0, keys.shape[2]))[..., -filled:] for marks in self._put[layer]]
+            self._put[layer] = [
+                pad(marks, (0, keys.shape[2]))[..., -filled:] for marks in self._put[layer]
+            ]
         exact = begun < self.prefill
         if exact and not self._unchanged:
             read = self._as_computed(layer, new, written, handed, filled)
         whole = read[0].shape[2] == filled and read[1].shape[2] == filled
         filled_read = read if whole else (read[0][:, :, :filled], read[1][:, :, :filled])
-        changed = filled_read if exact or self._unchanged else self._through_policy(layer, filled_read, place)
+        changed = (
+            filled_read
+            if exact or self._unchanged
+            else self._through_policy(layer, filled_read, place)
+        )
         for listener in self.listeners:
             heard = listener(place, *changed)
             if heard is not None:
                 self._keep(layer, changed, heard, handed)
                 changed = heard
-        if stop < self.prefill and (layer in self._computed or any(a is not b for a, b in zip(new, written, strict=True))):
+        if stop < self.prefill and (
+            layer in self._computed or any(a is not b for a, b in zip(new, written, strict=True))
+        ):
             self._computed[layer] = changed
         else:
             self._computed.pop(layer, None)
@@ -200,12 +235,16 @@ class Store:
         self.policy.see(site, tensor, place)
 
     def settle(self) -> None:
-        """Lets go of what the policy does not keep; called when a forward is over and attention has read.
+        """Lets go of what the policy does not keep; called when a forward is over and attention has
+        read.
 
         Raises:
-            UnsupportedError: Layers would be left with different numbers of rows, for which a model makes one mask.
+            UnsupportedError: Layers would be left with different numbers of rows, for which a model
+                makes one mask.
         """
-        if not self.policy.evicts or any(length < self.prefill for length in self._lengths.values()):
+        if not self.policy.evicts or any(
+            length < self.prefill for length in self._lengths.values()
+        ):
             return
         evictions: list[Any] = []
         for layer in self._lengths:
@@ -214,12 +253,21 @@ class Store:
             kept = self.policy.keep(keys, values, self._place(layer, self.length(layer), last + 1))
             if kept is not None:
                 rows = kept.to(keys.device).expand(*keys.shape[:2], -1).sort(-1).values
-                # The newest row stands behind them, so that there is a least position where a policy names no row at all.
+                # The newest row stands behind them, so that there is a least position where a
+                # policy names no row at all.
                 inside = pad(rows.clamp(0, last), (0, 1), value=last)
-                right = (rows == inside[..., :-1]).all() & (rows.diff() != 0).all() & bool(rows.numel())
-                evictions.append((layer, rows, torch.stack([right, self._rows[layer].gather(2, inside).min()])))
+                right = (
+                    (rows == inside[..., :-1]).all() & (rows.diff() != 0).all() & bool(rows.numel())
+                )
+                evictions.append(
+                    (layer, rows, torch.stack([right, self._rows[layer].gather(2, inside).min()]))
+                )
         # Read at once, because each read waits for the device.
-        numbers = torch.stack([pair.to(evictions[0][2].device) for *_, pair in evictions]).tolist() if evictions else ()
+        numbers = (
+            torch.stack([pair.to(evictions[0][2].device) for *_, pair in evictions]).tolist()
+            if evictions
+            else ()
+        )
         for (layer, rows, _), (right, start) in zip(evictions, numbers, strict=True):
             if not right:
                 raise InputError(
@@ -247,7 +295,9 @@ class Store:
         return Place(layer, stop - filled, stop, rotated, known, prompt=self.prompt)
 
     def _as_computed(self, layer: int, new: Pair, written: Pair, handed: Pair, filled: int) -> Pair:
-        """Keys and values of a prefill as they were computed, laid out in memory as the cache hands them over."""
+        """Keys and values of a prefill as they were computed, laid out in memory as the cache hands
+        them over.
+        """
         earlier, result = self._computed.get(layer), []
         for index, (fresh, put, whole) in enumerate(zip(new, written, handed, strict=True)):
             if fresh is put and earlier is None:
@@ -255,23 +305,35 @@ class Store:
                 continue
             before = filled - fresh.shape[2]
             earlier_rows = (
-                whole[:, :, :before] if earlier is None else earlier[index][:, :, earlier[index].shape[2] - before :]
+                whole[:, :, :before]
+                if earlier is None
+                else earlier[index][:, :, earlier[index].shape[2] - before :]
             )
             computed = fresh if not before else torch.cat([earlier_rows.to(fresh.dtype), fresh], 2)
-            result.append(fresh if whole is put and not before else _with(whole.to(fresh.dtype), computed, filled))
+            result.append(
+                fresh
+                if whole is put and not before
+                else _with(whole.to(fresh.dtype), computed, filled)
+            )
         return result[0], result[1]
 
     def _through_policy(self, layer: int, held_pair: Pair, place: Place) -> Pair:
-        """What the policy reads of what is held; a row that a watcher put there is read as it was put."""
+        """What the policy reads of what is held; a row that a watcher put there is read as it was
+        put.
+        """
         keys, values = self.policy.read(*held_pair, place)
         if layer not in self._put:
             return keys, values
         pairs = zip(self._put[layer], held_pair, (keys, values), strict=True)
-        keys, values = (torch.where(marks[..., None], was_held, read) for marks, was_held, read in pairs)
+        keys, values = (
+            torch.where(marks[..., None], was_held, read) for marks, was_held, read in pairs
+        )
         return keys, values
 
     def _keep(self, layer: int, before: Pair, after: Pair, handed: Pair) -> None:
-        """Keeps the rows that a watcher put in place of others: a patched cache stays patched. All others stay as they are."""
+        """Keeps the rows that a watcher put in place of others: a patched cache stays patched. All
+        others stay as they are.
+        """
         memory = self.memory.memory_of(layer, handed)
         if memory is None:
             raise UnsupportedError(
@@ -281,7 +343,11 @@ class Store:
         marks = []
         for tensor, was, now in zip(memory, before, after, strict=True):
             rows = tensor[:, :, : was.shape[2]]
-            if was.data_ptr() == rows.data_ptr() and was.dtype == rows.dtype and not self.policy.reads:
+            if (
+                was.data_ptr() == rows.data_ptr()
+                and was.dtype == rows.dtype
+                and not self.policy.reads
+            ):
                 rows.copy_(now)
                 continue
             changed = (now != was).any(-1)
@@ -294,13 +360,17 @@ class Store:
 
 
 class PassThrough(Store):
-    """No cache: attention reads the very tensors this forward made, heard where they are handed to it."""
+    """No cache: attention reads the very tensors this forward made, heard where they are handed to
+    it.
+    """
 
     keeps = False
 
     @property
     def used(self) -> bool:
-        """Whether the model has read through it, so that another pass may: nothing of one pass is left for the next."""
+        """Whether the model has read through it, so that another pass may: nothing of one pass is
+        left for the next.
+        """
         return bool(self._lengths)
 
     def length(self, layer: int) -> int:
@@ -311,7 +381,9 @@ class PassThrough(Store):
         """There is nothing to keep without a cache."""
 
 
-def policy_listeners(policy: Policy, layers: int, store: Callable[[], Store | None]) -> dict[Site, Listener]:
+def policy_listeners(
+    policy: Policy, layers: int, store: Callable[[], Store | None]
+) -> dict[Site, Listener]:
     """The hooks through which a policy sees the sites it asked for.
 
     Args:
@@ -328,11 +400,15 @@ def policy_listeners(policy: Policy, layers: int, store: Callable[[], Store | No
 
         return hear
 
-    return {(site, layer): listener(site, layer) for site in policy.sites for layer in range(layers)}
+    return {
+        (site, layer): listener(site, layer) for site in policy.sites for layer in range(layers)
+    }
 
 
 def _put_back(read: Pair, seen: Pair, changed: Pair, filled: int) -> Pair:
-    """What attention reads, given what was seen of it and what became of that; the very tensors where nothing did."""
+    """What attention reads, given what was seen of it and what became of that; the very tensors
+    where nothing did.
+    """
     if changed is seen:
         return read
     keys, values = (

@@ -23,8 +23,9 @@ KV = KeysValues
 class Policy:
     """Changes keys and values on their way into and out of the cache; the base changes nothing.
 
-    A policy overrides the methods it needs, none of which may change a tensor in place. A policy with state returns a copy of
-    itself from :meth:`start`, which is used for one pass from position 0 and then thrown away.
+    A policy overrides the methods it needs, none of which may change a tensor in place. A policy
+    with state returns a copy of itself from :meth:`start`, which is used for one pass from position
+    0 and then thrown away.
     """
 
     SOURCE: ClassVar[str] = ""
@@ -43,7 +44,8 @@ class Policy:
         return None
 
     def exact_rows(self, tensor: str, context: int) -> int:
-        """How many of the rows of a context a real implementation keeps in the cache's own dtype beside those in its format.
+        """How many of the rows of a context a real implementation keeps in the cache's own dtype
+        beside those in its format.
 
         Args:
             tensor: ``"k"`` or ``"v"``.
@@ -52,7 +54,8 @@ class Policy:
         return 0
 
     def start(self, facts: ModelInfo) -> Policy:
-        """The policy for one pass from position 0: itself, or a copy that may keep state (see :func:`running`).
+        """The policy for one pass from position 0: itself, or a copy that may keep state (see
+        :func:`running`).
 
         Raises:
             InputError: It names a layer or a head that the model does not have.
@@ -67,8 +70,11 @@ class Policy:
         """The keys and values that attention reads of the rows in the cache."""
         return keys, values
 
-    def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, "*batch_and_kv_head kept"] | None:
-        """Chooses the rows of the cache that stay for the forwards that follow; called after attention has read.
+    def keep(
+        self, keys: Tensor, values: Tensor, place: Place
+    ) -> Int[Tensor, "*batch_and_kv_head kept"] | None:
+        """Chooses the rows of the cache that stay for the forwards that follow; called after
+        attention has read.
 
         Args:
             keys: The keys in the cache, ``[batch, kv_head, row, head_dim]``.
@@ -76,8 +82,8 @@ class Policy:
             place: The layer and positions; ``place.positions`` are the rows' absolute positions.
 
         Returns:
-            Indices of rows, ``[kept]`` for all heads alike or ``[batch, kv_head, kept]``; as many in every layer. None for
-            all.
+            Indices of rows, ``[kept]`` for all heads alike or ``[batch, kv_head, kept]``; as many
+            in every layer. None for all.
         """
         return None
 
@@ -87,27 +93,33 @@ class Policy:
         return ()
 
     def see(self, site: str, tensor: Tensor, place: Place) -> None:
-        """Called with each of its :attr:`sites` in every layer of every forward, before :meth:`keep`.
+        """Called with each of its :attr:`sites` in every layer of every forward, before
+        :meth:`keep`.
 
         Args:
             site: The name of the site.
-            tensor: Its tensor, in the layout that all kinds of model share: ``[batch, query_head, query, key]`` for ``pattern``.
-            place: The rows that attention last read in this layer: the columns of ``pattern`` and ``attn_scores``.
+            tensor: Its tensor, in the layout that all kinds of model share:
+                ``[batch, query_head, query, key]`` for ``pattern``.
+            place: The rows that attention last read in this layer: the columns of ``pattern`` and
+                ``attn_scores``.
         """
 
     @property
     def depends_on(self) -> tuple[str, ...]:
-        """The properties of a run, besides tokens and positions, on which its result depends; usually none (docs/laws.md).
+        """The properties of a run, besides tokens and positions, on which its result depends;
+        usually none (docs/laws.md).
 
-        ``"prompt"``: where the prompt ends, so that a resumed decode whose prompt includes the answer so far gives other rows.
-        ``"chunks"``: which positions of the prompt share a forward. A policy that evicts, or looks at sites, depends on the
-        prompt unless it says otherwise.
+        ``"prompt"``: where the prompt ends, so that a resumed decode whose prompt includes the
+        answer so far gives other rows. ``"chunks"``: which positions of the prompt share a forward.
+        A policy that evicts, or looks at sites, depends on the prompt unless it says otherwise.
         """
         return ("prompt",) if self.evicts or self.sites else ()
 
     @property
     def evicts(self) -> bool:
-        """Whether it may evict rows; overridden by a policy of which only the running copy overrides :meth:`keep`."""
+        """Whether it may evict rows; overridden by a policy of which only the running copy
+        overrides :meth:`keep`.
+        """
         return type(self).keep is not Policy.keep
 
     @property
@@ -136,7 +148,9 @@ def running(policy: Kind, **state: Any) -> Kind:
 
 
 def positions_of(place: Place, rows: Tensor) -> Int[Tensor, "batch kv_head row"]:
-    """The absolute positions of rows in the cache, ``[batch, kv_head, row, ...]``, on their device."""
+    """The absolute positions of rows in the cache, ``[batch, kv_head, row, ...]``, on their
+    device.
+    """
     return place.positions.to(rows.device).expand(rows.shape[:3])
 
 
@@ -148,16 +162,19 @@ TENSORS = {"kv": ("k", "v"), "k": ("k",), "v": ("v",)}
 class Selective(Policy):
     """A policy that changes K or V, each tensor by itself, in chosen layers and KV heads.
 
-    A subclass overrides :meth:`write_rows` (new rows on their way into the cache), :meth:`read_rows` (rows of the cache on their
-    way to attention), or both. In other layers and heads the same tensor object goes through. A subclass for K or V alone gives
-    ``on`` another default, in a field that is ``kw_only`` as here.
+    A subclass overrides :meth:`write_rows` (new rows on their way into the cache),
+    :meth:`read_rows` (rows of the cache on their way to attention), or both. In other layers and
+    heads the same tensor object goes through. A subclass for K or V alone gives ``on`` another
+    default, in a field that is ``kw_only`` as here.
 
     Attributes:
         on: ``"kv"``, ``"k"`` or ``"v"``.
         layers: The layers; empty for all.
         heads: The KV heads; empty for all.
-        keys: ``"before"`` or ``"after"`` RoPE refuses a kind of model that caches its keys on the other side. ``"cached"``
-            takes keys as the model caches them: ``hooked`` before RoPE, ``native`` and ``bridge`` after it.
+        keys: ``"before"`` or ``"after"`` RoPE refuses a kind of model that caches its keys on the
+            other side. ``"cached"``
+            takes keys as the model caches them: ``hooked`` before RoPE, ``native`` and ``bridge``
+                after it.
     """
 
     on: Literal["kv", "k", "v"] = "kv"
@@ -171,8 +188,14 @@ class Selective(Policy):
         check_choice(f"policy {policy!r}: on", self.on, TENSORS)
         check_choice(f"policy {policy!r}: keys", self.keys, ("cached", "before", "after"))
         for name, numbers in (("layers", self.layers), ("heads", self.heads)):
-            if not isinstance(numbers, tuple) or not all(type(number) is int and number >= 0 for number in numbers):
-                raise unexpected(f"policy {policy!r}: {name}", numbers, f"whole numbers from 0 on, as in {name}=0+2")
+            if not isinstance(numbers, tuple) or not all(
+                type(number) is int and number >= 0 for number in numbers
+            ):
+                raise unexpected(
+                    f"policy {policy!r}: {name}",
+                    numbers,
+                    f"whole numbers from 0 on, as in {name}=0+2",
+                )
 
     def element_bits(self, width: int) -> float | None:
         """The bits that an element of a changed tensor takes; see :meth:`bits_stored`."""
@@ -193,26 +216,38 @@ class Selective(Policy):
         return tensor
 
     def read_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """The rows that attention reads of one tensor's rows in the cache; see :meth:`write_rows`."""
+        """The rows that attention reads of one tensor's rows in the cache; see
+        :meth:`write_rows`.
+        """
         return tensor
 
     def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
         """Applies :meth:`write_rows` to K and to V."""
-        return self._apply(self.write_rows, keys, "k", place), self._apply(self.write_rows, values, "v", place)
+        return self._apply(self.write_rows, keys, "k", place), self._apply(
+            self.write_rows, values, "v", place
+        )
 
     def read(self, keys: Tensor, values: Tensor, place: Place) -> KV:
         """Applies :meth:`read_rows` to K and to V."""
-        return self._apply(self.read_rows, keys, "k", place), self._apply(self.read_rows, values, "v", place)
+        return self._apply(self.read_rows, keys, "k", place), self._apply(
+            self.read_rows, values, "v", place
+        )
 
     @property
     def reads(self) -> bool:
         """Whether it overrides :meth:`read_rows`."""
-        return type(self).read_rows is not Selective.read_rows or type(self).read is not Selective.read
+        return (
+            type(self).read_rows is not Selective.read_rows or type(self).read is not Selective.read
+        )
 
     def start(self, facts: ModelInfo) -> Policy:
-        """Refuses a layer or a head that the model does not have, and keys on the other side of RoPE."""
+        """Refuses a layer or a head that the model does not have, and keys on the other side of
+        RoPE.
+        """
         if self.layers and max(self.layers) >= facts.layers:
-            raise InputError(f"policy {self} names layer {max(self.layers)}: expected layers from 0 to {facts.layers - 1}.")
+            raise InputError(
+                f"policy {self} names layer {max(self.layers)}: expected layers from 0 to {facts.layers - 1}."
+            )
         if self.heads and max(self.heads) >= facts.kv_heads:
             raise InputError(
                 f"policy {self} names KV head {max(self.heads)} of {facts.name}: expected heads from 0 to {facts.kv_heads - 1}."
@@ -231,14 +266,18 @@ class Selective(Policy):
         """Whether it changes a tensor of a layer."""
         return which in TENSORS[self.on] and (not self.layers or layer in self.layers)
 
-    def _apply(self, act: Callable[[Tensor, str, Place], Tensor], tensor: Tensor, which: str, place: Place) -> Tensor:
+    def _apply(
+        self, act: Callable[[Tensor, str, Place], Tensor], tensor: Tensor, which: str, place: Place
+    ) -> Tensor:
         if not self.applies_to(which, place.layer):
             return tensor
         if not self.heads:
             return act(tensor, which, place)
         heads = list(self.heads)
         rows = None if place.rows is None else place.rows[:, heads]
-        changed = act(tensor[:, heads], which, dataclasses.replace(place, rows=rows, heads=self.heads))
+        changed = act(
+            tensor[:, heads], which, dataclasses.replace(place, rows=rows, heads=self.heads)
+        )
         whole = tensor.to(changed.dtype, copy=True)
         whole[:, heads] = changed
         return whole
@@ -246,7 +285,8 @@ class Selective(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class Chain(Policy):
-    """Several policies. Each writes and keeps rows of those that the one before it left; reading goes the other way.
+    """Several policies. Each writes and keeps rows of those that the one before it left; reading
+    goes the other way.
 
     Attributes:
         parts: The policies, the first one nearest to the model.
@@ -271,8 +311,12 @@ class Chain(Policy):
             place = dataclasses.replace(place, remade=place.remade or part.reads)
         return keys, values
 
-    def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, "*batch_and_kv_head kept"] | None:
-        """The rows that all parts keep; each part chooses among those that the parts before it left."""
+    def keep(
+        self, keys: Tensor, values: Tensor, place: Place
+    ) -> Int[Tensor, "*batch_and_kv_head kept"] | None:
+        """The rows that all parts keep; each part chooses among those that the parts before it
+        left.
+        """
         left: Tensor | None = None
         for part in self.parts:
             if (rows := part.keep(keys, values, place)) is not None:
@@ -284,7 +328,9 @@ class Chain(Policy):
 
     def bits_stored(self, tensor: str, width: int) -> float | None:
         """The bits of the last part that has a format of its own."""
-        formats = [bits for part in self.parts if (bits := part.bits_stored(tensor, width)) is not None]
+        formats = [
+            bits for part in self.parts if (bits := part.bits_stored(tensor, width)) is not None
+        ]
         return formats[-1] if formats else None
 
     def exact_rows(self, tensor: str, context: int) -> int:

@@ -1,4 +1,6 @@
-"""Shared by quantising policies: the check of blocks, affine integers, and rows that are rounded once."""
+"""Shared by quantising policies: the check of blocks, affine integers, and rows that are rounded
+once.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,13 @@ from kvinterp.policies.base import Place
 
 
 def check_blocks(policy: object, block: int, width: int, name: str) -> None:
-    """Raises UnsupportedError if ``width``, a model's ``head_dim``, is no multiple of a policy's block."""
+    """Raises UnsupportedError if ``width``, a model's ``head_dim``, is no multiple of a policy's
+    block.
+    """
     if width % block:
-        fitting = [f"zoo:{record['name']}" for record in zoo.describe() if record["head_dim"] % block == 0]
+        fitting = [
+            f"zoo:{record['name']}" for record in zoo.describe() if record["head_dim"] % block == 0
+        ]
         such = f", such as {fitting[0]}" if fitting else ""
         raise UnsupportedError(
             f"policy {policy} works on blocks of {block} along head_dim, and {name} has head_dim {width}: load a model whose "
@@ -24,16 +30,20 @@ def check_blocks(policy: object, block: int, width: int, name: str) -> None:
 
 
 def cut(tensor: Tensor, block: int, policy: object) -> Tensor:
-    """The blocks of a tensor along its last dimension, ``[..., blocks, block]``; see :func:`check_blocks`."""
+    """The blocks of a tensor along its last dimension, ``[..., blocks, block]``; see
+    :func:`check_blocks`.
+    """
     check_blocks(policy, block, tensor.shape[-1], "what it was given")
     return tensor.unflatten(-1, (-1, block))
 
 
 def affine(groups: Tensor, bits: int) -> Tensor:
-    """Rounds groups to asymmetric integers: ``scale = (max - min) / (2**bits - 1)``, ``x = min + scale * code``.
+    """Rounds groups to asymmetric integers: ``scale = (max - min) / (2**bits - 1)``,
+    ``x = min + scale * code``.
 
-    A group whose elements are all equal has scale 0 and does not change. Everything is computed in the tensor's own dtype, in
-    which the scale and the minimum are stored: KIVI (arXiv 2402.02750, section 3.1), and optimum-quanto's ``MaxOptimizer``.
+    A group whose elements are all equal has scale 0 and does not change. Everything is computed in
+    the tensor's own dtype, in which the scale and the minimum are stored: KIVI (arXiv 2402.02750,
+    section 3.1), and optimum-quanto's ``MaxOptimizer``.
 
     Args:
         groups: ``[..., group]``.
@@ -47,7 +57,8 @@ def affine(groups: Tensor, bits: int) -> Tensor:
 
 
 class Settled:
-    """The rows that attention reads of one tensor of one layer: older rows rounded once each, newer rows exact.
+    """The rows that attention reads of one tensor of one layer: older rows rounded once each, newer
+    rows exact.
 
     So a step rounds only the rows that became old, however long the history.
     """
@@ -56,11 +67,14 @@ class Settled:
         self._read: Tensor | None = None
         self._start = self._stop = 0
 
-    def read(self, cached: Tensor, place: Place, upto: int, rounded: Callable[[Tensor, int], Tensor]) -> Tensor:
+    def read(
+        self, cached: Tensor, place: Place, upto: int, rounded: Callable[[Tensor, int], Tensor]
+    ) -> Tensor:
         """Returns the rows that attention reads now.
 
         Args:
-            cached: ``[batch, kv_head, row, head_dim]``, a row for each position from ``place.start`` to ``place.stop``.
+            cached: ``[batch, kv_head, row, head_dim]``, a row for each position from
+                ``place.start`` to ``place.stop``.
             place: The layer and positions.
             upto: Positions below it are rounded; never less than at the call before.
             rounded: Rounds rows, given these and the position of the first.
@@ -81,5 +95,7 @@ class Memory(dict[tuple[int, str], Settled]):
     """The rounded rows of each layer's keys and values in one pass."""
 
     def at(self, place: Place, which: str) -> Settled:
-        """The rows of a layer and tensor; empty if another policy may have changed the rows since the last read."""
+        """The rows of a layer and tensor; empty if another policy may have changed the rows since
+        the last read.
+        """
         return Settled() if place.remade else self.setdefault((place.layer, which), Settled())

@@ -1,4 +1,6 @@
-"""``fp8``: K and V in eight-bit floating point, with fields for the rule of the scale and for overflow."""
+"""``fp8``: K and V in eight-bit floating point, with fields for the rule of the scale and for
+overflow.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,15 @@ from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Place, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, Settled
 
-FORMATS = {"e4m3": (torch.float8_e4m3fn, 464.0, math.nan), "e5m2": (torch.float8_e5m2, 61440.0, math.inf)}
-"""By name: the dtype, the magnitude halfway between its largest number and the next one, and the code for larger magnitudes.
+FORMATS = {
+    "e4m3": (torch.float8_e4m3fn, 464.0, math.nan),
+    "e5m2": (torch.float8_e5m2, 61440.0, math.inf),
+}
+"""By name: the dtype, the magnitude halfway between its largest number and the next one, and the
+code for larger magnitudes.
 
-The largest e4m3 number is even, so a tie rounds down to it; that of e5m2 is odd, so a tie rounds up (OCP 8-bit floating point,
-5.3).
+The largest e4m3 number is even, so a tie rounds down to it; that of e5m2 is odd, so a tie rounds up
+(OCP 8-bit floating point, 5.3).
 """
 
 
@@ -29,9 +35,10 @@ class Fp8(Selective):
 
     Attributes:
         format: ``"e4m3"`` (largest 448, has no Inf) or ``"e5m2"`` (largest 57344).
-        scale: A number, 1.0 as in vLLM; or ``"prefill"``: the scale that brings the largest magnitude of the prefill to the
-            format's largest, used from then on.
-        per: ``"tensor"`` or ``"head"``: the range of the largest magnitude; layers, and K and V, always have their own.
+        scale: A number, 1.0 as in vLLM; or ``"prefill"``: the scale that brings the largest
+            magnitude of the prefill to the format's largest, used from then on.
+        per: ``"tensor"`` or ``"head"``: the range of the largest magnitude; layers, and K and V,
+            always have their own.
         overflow: ``"saturate"`` at the largest, or ``"nonfinite"``: NaN in e4m3, Inf in e5m2.
     """
 
@@ -49,10 +56,14 @@ class Fp8(Selective):
         check_choice("policy 'fp8': format", self.format, FORMATS)
         check_choice("policy 'fp8': per", self.per, ("tensor", "head"))
         check_choice("policy 'fp8': overflow", self.overflow, ("saturate", "nonfinite"))
-        if not self.reads and not (type(self.scale) in (int, float) and 0 < float(self.scale) < math.inf):
+        if not self.reads and not (
+            type(self.scale) in (int, float) and 0 < float(self.scale) < math.inf
+        ):
             raise unexpected("policy 'fp8': scale", self.scale, "a number above 0, or prefill")
         if not self.reads and self.per == "head":
-            raise InputError("policy fp8 has per=head with one scale for all heads: give scale=prefill too.")
+            raise InputError(
+                "policy fp8 has per=head with one scale for all heads: give scale=prefill too."
+            )
         super().__post_init__()
 
     def element_bits(self, width: int) -> float:
@@ -75,7 +86,9 @@ class Fp8(Selective):
         return running(self, _largest={}, _settled=Memory()) if self.reads else self
 
     def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """Rounds rows if the scale is a number; else keeps them exact and notes their largest magnitude."""
+        """Rounds rows if the scale is a number; else keeps them exact and notes their largest
+        magnitude.
+        """
         if not isinstance(self.scale, str):
             return self.rounded(tensor, self.scale)
         if self._largest is not None and (place.layer, which) not in self._settled:
@@ -83,7 +96,9 @@ class Fp8(Selective):
         return tensor
 
     def read_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """Rounds rows with the scale of the prefill; outside a pass with the scale of the rows themselves."""
+        """Rounds rows with the scale of the prefill; outside a pass with the scale of the rows
+        themselves.
+        """
         if not self.reads:
             return tensor
         if self._largest is None:
@@ -96,10 +111,14 @@ class Fp8(Selective):
         scale = self.scale_of(largest[0])
         if place.rows is not None:
             return self.rounded(tensor, scale)
-        return self._settled.at(place, which).read(tensor, place, place.stop, lambda rows, _: self.rounded(rows, scale))
+        return self._settled.at(place, which).read(
+            tensor, place, place.stop, lambda rows, _: self.rounded(rows, scale)
+        )
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """The largest magnitude of each sequence, ``[batch, 1 or kv_head, 1, 1]``, so that a batch changes no number."""
+        """The largest magnitude of each sequence, ``[batch, 1 or kv_head, 1, 1]``, so that a batch
+        changes no number.
+        """
         return tensor.abs().amax((2, 3) if self.per == "head" else (1, 2, 3), keepdim=True).float()
 
     def scale_of(self, largest: Tensor) -> Tensor:
@@ -107,7 +126,9 @@ class Fp8(Selective):
         return (largest / torch.finfo(FORMATS[self.format][0]).max).masked_fill(largest == 0, 1)
 
     def rounded(self, tensor: Tensor, scale: float | Tensor) -> Tensor:
-        """Rounds to the format and back. Saturates before the cast, because torch versions differ in casts that overflow."""
+        """Rounds to the format and back. Saturates before the cast, because torch versions differ
+        in casts that overflow.
+        """
         dtype, limit, beyond = FORMATS[self.format]
         most = torch.finfo(dtype).max
         scaled = tensor.float() / scale

@@ -1,7 +1,9 @@
-"""The block formats of llama.cpp and gguf: 32 elements along ``head_dim`` share a scale, and for ``_1`` a minimum.
+"""The block formats of llama.cpp and gguf: 32 elements along ``head_dim`` share a scale, and for
+``_1`` a minimum.
 
-Bit for bit those of the ``gguf`` package, the reference of ``ggml-quants.c``: the integers come of the scale in float32, the
-values of the same scale in float16. llama.cpp's vector kernels round otherwise (docs/policies.md).
+Bit for bit those of the ``gguf`` package, the reference of ``ggml-quants.c``: the integers come of
+the scale in float32, the values of the same scale in float16. llama.cpp's vector kernels round
+otherwise (docs/policies.md).
 """
 
 from __future__ import annotations
@@ -57,20 +59,27 @@ class Q8_0(_Blocks):  # noqa: N801  # the format's own name
         """Rounds as the class says."""
         scale = _over(blocks.abs().amax(-1, keepdim=True), 127)
         exact = blocks * _inverse(scale)
-        # trunc(2 x fraction) is 1 from a half on, without the sum that rounds 0.49999997 up; + 0.0 for an integer's one zero.
+        # trunc(2 x fraction) is 1 from a half on, without the sum that rounds 0.49999997 up; + 0.0
+        # for an integer's one zero.
         return (exact.trunc() + (2 * exact.frac()).trunc() + 0.0) * _half(scale)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Signed(_Blocks):
-    """Integers around 0; the element of largest magnitude, sign and all, is the most negative one."""
+    """Integers around 0; the element of largest magnitude, sign and all, is the most negative
+    one.
+    """
 
     LOWEST: ClassVar[int]
 
     def rounded(self, blocks: Tensor) -> Tensor:
-        """The first of equal magnitudes counts; an element as large with the other sign is clipped."""
+        """The first of equal magnitudes counts; an element as large with the other sign is
+        clipped.
+        """
         scale = _over(blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)), self.LOWEST)
-        codes = (blocks * _inverse(scale) + (0.5 - self.LOWEST)).trunc().clamp(0, -2 * self.LOWEST - 1)
+        codes = (
+            (blocks * _inverse(scale) + (0.5 - self.LOWEST)).trunc().clamp(0, -2 * self.LOWEST - 1)
+        )
         return (codes + self.LOWEST) * _half(scale)
 
 
@@ -97,7 +106,9 @@ class _Affine(_Blocks):
     HIGHEST: ClassVar[int]
 
     def rounded(self, blocks: Tensor) -> Tensor:
-        """Scale and minimum are rounded to float16 after the integers were found; a constant block has scale 0."""
+        """Scale and minimum are rounded to float16 after the integers were found; a constant block
+        has scale 0.
+        """
         least = blocks.amin(-1, keepdim=True)
         scale = _over(blocks.amax(-1, keepdim=True) - least, self.HIGHEST)
         codes = ((blocks - least) * _inverse(scale) + 0.5).trunc().clamp(0, self.HIGHEST)
@@ -121,12 +132,16 @@ class Q5_1(_Affine):  # noqa: N801
 
 
 def _over(tensor: Tensor, number: int) -> Tensor:
-    """Divides by a tensor, because torch on CUDA multiplies by the reciprocal of a plain number instead."""
+    """Divides by a tensor, because torch on CUDA multiplies by the reciprocal of a plain number
+    instead.
+    """
     return tensor / torch.full_like(tensor, number)
 
 
 def _inverse(scale: Tensor) -> Tensor:
-    """The reciprocal of a scale; 0 if the scale is too small to have one, as it is stored as 0 anyway."""
+    """The reciprocal of a scale; 0 if the scale is too small to have one, as it is stored as 0
+    anyway.
+    """
     return scale.reciprocal().masked_fill(scale.abs() < torch.finfo(torch.float32).tiny, 0)
 
 

@@ -13,17 +13,20 @@ from kvinterp.policies.scored import Scored, check_share
 
 @dataclasses.dataclass(frozen=True)
 class H2O(Scored):
-    """Keeps, in each KV head, the newest rows and those with the largest attention summed over all queries so far.
+    """Keeps, in each KV head, the newest rows and those with the largest attention summed over all
+    queries so far.
 
-    The sum favours old rows, which more queries saw. kvpress's ObservedAttentionPress divides by the number of queries, and
-    evicts rows once, after the prompt.
+    The sum favours old rows, which more queries saw. kvpress's ObservedAttentionPress divides by
+    the number of queries, and evicts rows once, after the prompt.
 
     Attributes:
         heavy_ratio: Rows kept for their sum, as a share of the prompt.
         recent_ratio: Newest rows kept besides, as a share of the prompt; one at least.
     """
 
-    SOURCE: ClassVar[str] = "H2O (arXiv 2306.14048): a fifth of the cache, half of it heavy hitters and half recent"
+    SOURCE: ClassVar[str] = (
+        "H2O (arXiv 2306.14048): a fifth of the cache, half of it heavy hitters and half recent"
+    )
     sites = ("pattern",)
 
     heavy_ratio: float = 0.1

@@ -1,4 +1,6 @@
-"""``hadamard``: an orthonormal Walsh-Hadamard matrix turns K and V on their way into the cache, and back on their way out."""
+"""``hadamard``: an orthonormal Walsh-Hadamard matrix turns K and V on their way into the cache, and
+back on their way out.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,16 @@ from kvinterp.policies.blocks import Memory, check_blocks, cut
 
 @dataclasses.dataclass(frozen=True)
 class Hadamard(Selective):
-    """Spreads each outlier over a block of the head, for the quantiser that follows: ``hadamard+q8_0``.
+    """Spreads each outlier over a block of the head, for the quantiser that follows:
+    ``hadamard+q8_0``.
 
-    Turning K back as it is read gives the scores that turning Q too would give, and turning V back the output turned back:
-    the matrix is its own inverse. In float64 it is the identity to rounding.
+    Turning K back as it is read gives the scores that turning Q too would give, and turning V back
+    the output turned back: the matrix is its own inverse. In float64 it is the identity to
+        rounding.
 
     Attributes:
-        block: Elements turned together, a power of two; None for the largest that divides ``head_dim``, as llama.cpp turns K.
-            It turns V in blocks of 64.
+        block: Elements turned together, a power of two; None for the largest that divides
+            ``head_dim``, as llama.cpp turns K. It turns V in blocks of 64.
     """
 
     SOURCE: ClassVar[str] = "llama.cpp#21038 (April 2026); QuaRot (arXiv 2404.00456)"
@@ -33,8 +37,12 @@ class Hadamard(Selective):
 
     def __post_init__(self) -> None:
         """Raises InputError where the block is no power of two."""
-        if self.block is not None and (type(self.block) is not int or self.block < 2 or self.block & (self.block - 1)):
-            raise unexpected("policy 'hadamard': block", self.block, "a power of two, as in hadamard(64)")
+        if self.block is not None and (
+            type(self.block) is not int or self.block < 2 or self.block & (self.block - 1)
+        ):
+            raise unexpected(
+                "policy 'hadamard': block", self.block, "a power of two, as in hadamard(64)"
+            )
         super().__post_init__()
 
     def start(self, facts: ModelInfo) -> Policy:
@@ -55,7 +63,9 @@ class Hadamard(Selective):
         return (rows * size**-0.5).flatten(-2).to(tensor.dtype)
 
     def read_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """Multiplies again, since the matrix is its own inverse; in a pass each row once, however often it is read."""
+        """Multiplies again, since the matrix is its own inverse; in a pass each row once, however
+        often it is read.
+        """
         # If another policy evicts rows, positions are not those from start to stop.
         if self._memory is None or place.rows is not None:
             return self.write_rows(tensor, which, place)

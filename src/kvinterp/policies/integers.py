@@ -1,4 +1,6 @@
-"""``int8`` and ``int4``: whole rows, a scale for each token and KV head, as most caches that quantise a token at a time."""
+"""``int8`` and ``int4``: whole rows, a scale for each token and KV head, as most caches that
+quantise a token at a time.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from kvinterp.policies.blocks import affine, check_blocks, cut
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Selective):
-    """8-bit integers, scale = largest magnitude of a token's head / 127 in float32, rounded half to even."""
+    """8-bit integers, scale = largest magnitude of a token's head / 127 in float32, rounded half to
+    even.
+    """
 
     SOURCE: ClassVar[str] = "LLM.int8() (arXiv 2208.07339), section 2: absmax, a row at a time"
 
@@ -36,10 +40,12 @@ class Int8(Selective):
 class Int4(Selective):
     """4-bit integers above the minimum of a token's head, or of groups of its elements.
 
-    With a group of 64 and such a multiple as ``head_dim`` it is what transformers' quanto cache does at ``axis=0``.
+    With a group of 64 and such a multiple as ``head_dim`` it is what transformers' quanto cache
+    does at ``axis=0``.
 
     Attributes:
-        group: Elements along ``head_dim`` that share a scale and a minimum; None for the whole head.
+        group: Elements along ``head_dim`` that share a scale and a minimum; None for the whole
+            head.
     """
 
     SOURCE: ClassVar[str] = "optimum-quanto 0.2.7, qint4, MaxOptimizer, axis 0 (per token)"

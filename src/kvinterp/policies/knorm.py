@@ -12,9 +12,11 @@ from kvinterp.policies.scored import Budgeted
 
 @dataclasses.dataclass(frozen=True)
 class Knorm(Budgeted):
-    """Keeps, in each KV head, the prompt rows with the shortest keys; chosen once, and every row of the answer stays.
+    """Keeps, in each KV head, the prompt rows with the shortest keys; chosen once, and every row of
+    the answer stays.
 
-    RoPE turns a key and keeps its length, so that it does not matter on which side of it a model caches keys.
+    RoPE turns a key and keeps its length, so that it does not matter on which side of it a model
+    caches keys.
     """
 
     SOURCE: ClassVar[str] = "Devoto et al. (arXiv 2406.11430); kvpress KnormPress"

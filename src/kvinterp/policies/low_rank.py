@@ -17,13 +17,16 @@ from kvinterp.policies.base import Place, Policy, Selective, positions_of, runni
 
 @dataclasses.dataclass(frozen=True)
 class LowRank(Selective):
-    """Replaces the prompt's K and V by their truncated singular value decomposition (tokens by heads times head_dim).
+    """Replaces the prompt's K and V by their truncated singular value decomposition (tokens by
+    heads times head_dim).
 
-    The layers of a group lie side by side in one matrix, ``[token, layer x head x head_dim]``, so that they share the factor
-    that has a row a token. K and V are apart. The answer's rows stay as they are.
+    The layers of a group lie side by side in one matrix, ``[token, layer x head x head_dim]``, so
+    that they share the factor that has a row a token. K and V are apart. The answer's rows stay as
+    they are.
 
     Attributes:
-        rank: Singular values kept of each group; a matrix of no larger rank is read back to rounding.
+        rank: Singular values kept of each group; a matrix of no larger rank is read back to
+            rounding.
         group: How many of the layers that follow one another share a decomposition.
     """
 
@@ -42,7 +45,9 @@ class LowRank(Selective):
         check_whole("policy 'low_rank': group", self.group)
 
     def start(self, facts: ModelInfo) -> Policy:
-        """A copy that keeps the prompt's rows until the prompt is whole, and then their truncated form."""
+        """A copy that keeps the prompt's rows until the prompt is whole, and then their truncated
+        form.
+        """
         super().start(facts)
         layers = self.layers or tuple(range(facts.layers))
         if len(layers) % self.group:
@@ -58,7 +63,9 @@ class LowRank(Selective):
         return tensor
 
     def read_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
-        """Replaces the prompt's rows by those of the decomposition; in a stored prefill, of the rows there are by then."""
+        """Replaces the prompt's rows by those of the decomposition; in a stored prefill, of the
+        rows there are by then.
+        """
         pieces = self._prompt.get((which, place.layer), [])
         if pieces and sum(piece.shape[2] for piece in pieces) == place.stop:
             if self.group > 1:
@@ -71,17 +78,25 @@ class LowRank(Selective):
             low = self._prompt_rows(which, place.layer)
         at = positions_of(place, tensor)
         if place.rows is None:
-            return torch.cat([low[:, :, place.start :], tensor[:, :, max(low.shape[2] - place.start, 0) :]], 2)
+            return torch.cat(
+                [low[:, :, place.start :], tensor[:, :, max(low.shape[2] - place.start, 0) :]], 2
+            )
         rows = low.gather(2, at.clamp(max=low.shape[2] - 1)[..., None].expand_as(tensor))
         return torch.where((at < low.shape[2])[..., None], rows, tensor)
 
     def _prompt_rows(self, which: str, layer: int) -> Tensor:
-        """A layer's rows of the decomposition, which is computed for the whole group on first use."""
+        """A layer's rows of the decomposition, which is computed for the whole group on first
+        use.
+        """
         if (which, layer) not in self._truncated:
             first = self._every.index(layer) // self.group * self.group
             group = self._every[first : first + self.group]
             pieces = [torch.cat(self._prompt.pop((which, member)), 2) for member in group]
-            self._truncated.update(zip([(which, member) for member in group], truncated(pieces, self.rank), strict=True))
+            self._truncated.update(
+                zip(
+                    [(which, member) for member in group], truncated(pieces, self.rank), strict=True
+                )
+            )
         return self._truncated[which, layer]
 
 
@@ -95,13 +110,18 @@ def truncated(layers: list[Tensor], rank: int) -> list[Tensor]:
     dtype = layers[0].dtype
     # LAPACK has no 16-bit types. Only the product matters: the signs of the factors are arbitrary.
     wide = [
-        rearrange(layer.to(torch.promote_types(dtype, torch.float32)), "batch head token dim -> batch token (head dim)")
+        rearrange(
+            layer.to(torch.promote_types(dtype, torch.float32)),
+            "batch head token dim -> batch token (head dim)",
+        )
         for layer in layers
     ]
     left, values, right = torch.linalg.svd(torch.cat(wide, 2), full_matrices=False)
     product = (left[..., :rank] * values[..., None, :rank]) @ right[..., :rank, :]
     parts = zip(product.split([layer.shape[2] for layer in wide], 2), layers, strict=True)
     return [
-        rearrange(part, "batch token (head dim) -> batch head token dim", head=layer.shape[1]).to(dtype)
+        rearrange(part, "batch token (head dim) -> batch head token dim", head=layer.shape[1]).to(
+            dtype
+        )
         for part, layer in parts
     ]

@@ -1,17 +1,22 @@
-"""Random errors in keys and values as they enter the cache: ``uniform(low,high)`` and ``normal(mean,std)``.
+"""Random errors in keys and values as they enter the cache: ``uniform(low,high)`` and
+``normal(mean,std)``.
 
-The source (a study of errors in the KV cache by what they do to a model's answers) writes ``kv + kv * error``. The error of an
-element belongs to a seed, layer, tensor, absolute position, KV head and place in the head, and to nothing else: it is the same
-whether a prompt is fed at once or in chunks, alone or in a batch, from the beginning or from a resumed run. All sequences of
-a batch, and all prompts, get the same errors at the same positions; other draws are another ``seed``.
+The source (a study of errors in the KV cache by what they do to a model's answers) writes
+``kv + kv * error``. The error of an element belongs to a seed, layer, tensor, absolute position, KV
+head and place in the head, and to nothing else: it is the same whether a prompt is fed at once or
+in chunks, alone or in a batch, from the beginning or from a resumed run. All sequences of a batch,
+and all prompts, get the same errors at the same positions; other draws are another ``seed``.
 
-``preserve`` takes one effect of the noise away, so that flipped signs, a shifted mean and a changed magnitude can be told apart:
+``preserve`` takes one effect of the noise away, so that flipped signs, a shifted mean and a changed
+magnitude can be told apart:
 
-- ``sign``: no element changes its sign. An error that would flip the sign is taken with the other sign, so errors are as large
-  as without it (their mean square is the same), and their mean is shifted;
+- ``sign``: no element changes its sign. An error that would flip the sign is taken with the other
+  sign, so errors are as large as without it (their mean square is the same), and their mean is
+  shifted;
 - ``magnitude``: elements change their signs where the noise would flip them, and nothing else;
-- ``mean``: the written element is divided by the mean factor of the noise, so that its expectation is the exact element (of
-  additive errors the mean is subtracted); with the others as ``sign+mean`` and ``magnitude+mean``.
+- ``mean``: the written element is divided by the mean factor of the noise, so that its expectation
+  is the exact element (of additive errors the mean is subtracted); with the others as ``sign+mean``
+  and ``magnitude+mean``.
 """
 
 from __future__ import annotations
@@ -34,7 +39,9 @@ from kvinterp.policies.base import Place, Policy, Selective, running
 
 PRESERVED = ("nothing", "sign", "magnitude", "mean", "sign+mean", "magnitude+mean")
 AT_ONCE = 64
-"""How many positions' errors are drawn together: one draw a step would take longer than a small model's step."""
+"""How many positions' errors are drawn together: one draw a step would take longer than a small
+model's step.
+"""
 OF_NOISE = 1
 """The last word of the counter of noise; sampling draws at 0."""
 
@@ -52,7 +59,9 @@ class _Noise(Selective):
     SOURCE: ClassVar[str] = "the KV cache error study: kv + kv * error on write"
 
     seed: int = dataclasses.field(default=0, kw_only=True)
-    error: Literal["multiplicative", "additive"] = dataclasses.field(default="multiplicative", kw_only=True)
+    error: Literal["multiplicative", "additive"] = dataclasses.field(
+        default="multiplicative", kw_only=True
+    )
     preserve: str = dataclasses.field(default="nothing", kw_only=True)
     _blocks: ClassVar[dict[tuple[int, str, int], Tensor] | None] = None
 
@@ -123,19 +132,34 @@ class _Noise(Selective):
     ) -> Float[Tensor, "kv_head row head_dim"]:
         """The errors of the rows from ``place.start`` to ``place.stop``."""
         first, last = place.start // AT_ONCE, (place.stop - 1) // AT_ONCE
-        blocks = [self._block(which, place.layer, number, heads, width) for number in range(first, last + 1)]
+        blocks = [
+            self._block(which, place.layer, number, heads, width)
+            for number in range(first, last + 1)
+        ]
         whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
         return whole[:, place.start - first * AT_ONCE : place.stop - first * AT_ONCE]
 
-    def _block(self, which: str, layer: int, number: int, heads: tuple[int, ...], width: int) -> Tensor:
-        """The errors of AT_ONCE positions. The newest block of each layer and tensor is kept for the steps that follow."""
+    def _block(
+        self, which: str, layer: int, number: int, heads: tuple[int, ...], width: int
+    ) -> Tensor:
+        """The errors of AT_ONCE positions. The newest block of each layer and tensor is kept for
+        the steps that follow.
+        """
         blocks = {} if self._blocks is None else self._blocks
         if (layer, which, number) not in blocks:
             fours = -(-width // 4)
-            key, start, count = (self.seed, 2 * layer + (which == "v")), number * AT_ONCE * fours, AT_ONCE * fours * 4
-            uniform = [torch.from_numpy(draws(key, count, (start, head, 0, OF_NOISE))) for head in heads]
+            key, start, count = (
+                (self.seed, 2 * layer + (which == "v")),
+                number * AT_ONCE * fours,
+                AT_ONCE * fours * 4,
+            )
+            uniform = [
+                torch.from_numpy(draws(key, count, (start, head, 0, OF_NOISE))) for head in heads
+            ]
             blocks.pop((layer, which, number - 1), None)
-            blocks[layer, which, number] = self.errors(torch.stack(uniform).view(len(heads), AT_ONCE, -1)[..., :width])
+            blocks[layer, which, number] = self.errors(
+                torch.stack(uniform).view(len(heads), AT_ONCE, -1)[..., :width]
+            )
         return blocks[layer, which, number]
 
 
@@ -149,7 +173,9 @@ class Uniform(_Noise):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.low > self.high:
-            raise InputError(f"policy {self} has low={self.low:g} above high={self.high:g}: give the smaller first.")
+            raise InputError(
+                f"policy {self} has low={self.low:g} above high={self.high:g}: give the smaller first."
+            )
 
     def errors(self, uniform: Float[Tensor, "*places"]) -> Float[Tensor, "*places"]:
         """Stretches [0, 1) to [low, high)."""
@@ -160,7 +186,9 @@ class Uniform(_Noise):
         if self.low == self.high:
             return float(self.low < bound), self.low * (self.low < bound)
         end = min(max(bound, self.low), self.high)
-        return (end - self.low) / (self.high - self.low), (end**2 - self.low**2) / (2 * (self.high - self.low))
+        return (end - self.low) / (self.high - self.low), (end**2 - self.low**2) / (
+            2 * (self.high - self.low)
+        )
 
     @property
     def expected(self) -> float:
@@ -178,7 +206,9 @@ class Normal(_Noise):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.std < 0:
-            raise InputError(f"policy {self} has std={self.std:g}: expected a standard deviation of at least 0.")
+            raise InputError(
+                f"policy {self} has std={self.std:g}: expected a standard deviation of at least 0."
+            )
 
     def errors(self, uniform: Float[Tensor, "*places"]) -> Float[Tensor, "*places"]:
         """Takes the quantiles, so that each error needs one number."""

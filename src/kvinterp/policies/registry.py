@@ -11,11 +11,15 @@ POLICIES = spec.plugins_of(folder, Policy)
 
 
 def policy_named(text: str) -> Policy:
-    """Builds a policy from its text form, such as ``identity`` or ``name(1,2)``; from ``a+b`` it builds a :class:`Chain`.
+    """Builds a policy from its text form, such as ``identity`` or ``name(1,2)``; from ``a+b`` it
+    builds a :class:`Chain`.
 
     Raises:
         InputError: No policy has that name, or its arguments do not fit its fields.
     """
     parts = spec.split(check_text("policy", text, "'identity', or a Policy"), "+") or [text]
-    policies = [spec.read("policy", part, POLICIES, "Values go in brackets, as in name(1,2).") for part in parts]
+    policies = [
+        spec.read("policy", part, POLICIES, "Values go in brackets, as in name(1,2).")
+        for part in parts
+    ]
     return policies[0] if len(policies) == 1 else Chain(tuple(policies))

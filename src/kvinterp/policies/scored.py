@@ -28,13 +28,17 @@ def check_share(policy: Policy, field: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Scored(Policy, abc.ABC):
-    """A policy that evicts the rows with the smallest scores, in each KV head on its own; of equal scores the newer rows.
+    """A policy that evicts the rows with the smallest scores, in each KV head on its own; of equal
+    scores the newer rows.
 
-    A subclass defines :meth:`room` and :meth:`scores`, and :meth:`accumulate` if scores rest on attention.
+    A subclass defines :meth:`room` and :meth:`scores`, and :meth:`accumulate` if scores rest on
+    attention.
     """
 
     goes_on: ClassVar[bool] = True
-    """Whether it evicts rows at every step; else once, when the prompt is whole, and every later row stays."""
+    """Whether it evicts rows at every step; else once, when the prompt is whole, and every later
+    row stays.
+    """
     _heads: ClassVar[int]
     _totals: ClassVar[dict[int, Tensor]]
     """By layer the total of :meth:`accumulate` for each absolute position."""
@@ -61,7 +65,8 @@ class Scored(Policy, abc.ABC):
 
         Args:
             totals: The totals before it; 0 for new rows.
-            weights: The forward's attention probabilities, averaged over the query heads of each KV head.
+            weights: The forward's attention probabilities, averaged over the query heads of each KV
+                head.
             place: The layer and positions; the last query is at position ``place.stop - 1``.
         """
         return totals
@@ -82,29 +87,40 @@ class Scored(Policy, abc.ABC):
         """Accumulates the attention that the rows received."""
         # Blocks may differ in how many KV heads they have (Gemma 4).
         heads = self._heads if place.rows is None else place.rows.shape[1]
-        groups = rearrange(tensor, "batch (kv_head group) query key -> batch kv_head group query key", kv_head=heads)
+        groups = rearrange(
+            tensor,
+            "batch (kv_head group) query key -> batch kv_head group query key",
+            kv_head=heads,
+        )
         weights = groups.mean(2, dtype=torch.promote_types(tensor.dtype, torch.float32))
         totals = self._totals_of(weights[:, :, 0], place)
         at = positions_of(place, weights[:, :, 0])
         self._totals[place.layer].scatter_(2, at, self.accumulate(totals, weights, place))
 
-    def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, "batch kv_head kept"] | None:
+    def keep(
+        self, keys: Tensor, values: Tensor, place: Place
+    ) -> Int[Tensor, "batch kv_head kept"] | None:
         """The rows with the largest scores, as many as there is room for."""
         prompt, rows = place.prompt or place.stop, keys.shape[2]
         room = self.room(prompt)
         if rows <= room or (place.stop != prompt and not self.goes_on):
             return None
         scores = self.scores(keys, values, self._totals_of(keys[..., 0], place))
-        scores = scores.masked_fill(torch.arange(rows, device=scores.device) >= rows - self.newest(prompt), torch.inf)
+        scores = scores.masked_fill(
+            torch.arange(rows, device=scores.device) >= rows - self.newest(prompt), torch.inf
+        )
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :room]
 
     def _totals_of(self, like: Tensor, place: Place) -> Tensor:
         """The totals of the rows in the cache; makes room for the positions to come."""
         totals = self._totals.get(place.layer)
         if totals is None:
-            totals = like.new_zeros(*like.shape[:2], 0, dtype=torch.promote_types(like.dtype, torch.float32))
+            totals = like.new_zeros(
+                *like.shape[:2], 0, dtype=torch.promote_types(like.dtype, torch.float32)
+            )
         if totals.shape[2] < place.stop:
-            # Twice what is needed, so that a long decode moves it a few times and not at every step.
+            # Twice what is needed, so that a long decode moves it a few times and not at every
+            # step.
             totals = self._totals[place.layer] = pad(totals, (0, 2 * place.stop - totals.shape[2]))
         return totals.gather(2, positions_of(place, like))
 
@@ -123,6 +139,8 @@ class Budgeted(Scored, abc.ABC):
         check_share(self, "compression_ratio")
 
     def room(self, prompt: int) -> int:
-        """The rows of the prompt that are not evicted, as kvpress counts them: the whole part, at least 1."""
+        """The rows of the prompt that are not evicted, as kvpress counts them: the whole part, at
+        least 1.
+        """
         # 100 * (1 - 0.9) is 9.999999999999998 in float64, and means 10.
         return max(1, int(prompt * (1 - self.compression_ratio) + 1e-9))

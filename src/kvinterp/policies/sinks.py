@@ -17,16 +17,19 @@ from kvinterp.policies.base import Place, Policy
 class Sinks(Policy):
     """Keeps the first and the newest positions at every step; ``sinks=0`` is a window alone.
 
-    StreamingLLM also renumbers the rows that are left, 0, 1, 2, ..., and rotates their keys by these numbers. This policy does
-    not: every key stays rotated by the position of its token, as with kvpress's StreamingLLMPress without KeyRerotationPress.
-    So texts longer than the model's context remain impossible.
+    StreamingLLM also renumbers the rows that are left, 0, 1, 2, ..., and rotates their keys by
+    these numbers. This policy does
+    not: every key stays rotated by the position of its token, as with kvpress's StreamingLLMPress
+    without KeyRerotationPress. So texts longer than the model's context remain impossible.
 
     Attributes:
         sinks: The first rows, kvpress's ``n_sink``.
         window: The newest rows.
     """
 
-    SOURCE: ClassVar[str] = "StreamingLLM (arXiv 2309.17453), 4 and 1020 rows; it also renumbers positions, this does not"
+    SOURCE: ClassVar[str] = (
+        "StreamingLLM (arXiv 2309.17453), 4 and 1020 rows; it also renumbers positions, this does not"
+    )
 
     sinks: int = 4
     window: int = 1020

@@ -1,4 +1,6 @@
-"""How many bytes of K and V a real implementation stores under a policy. kvinterp itself keeps the model's dtype."""
+"""How many bytes of K and V a real implementation stores under a policy. kvinterp itself keeps the
+model's dtype.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from kvinterp.models.adapter import ModelInfo
 from kvinterp.policies.base import Chain, Place, Policy, Selective
 
 
-def bits_at(policy: Policy, facts: ModelInfo, plain: float, tensor: str, layer: int, head: int | None = None) -> float:
+def bits_at(
+    policy: Policy, facts: ModelInfo, plain: float, tensor: str, layer: int, head: int | None = None
+) -> float:
     """Bits of an element, with its share of scales.
 
     Args:
@@ -37,10 +41,14 @@ def cache_bytes(policy: Policy, facts: ModelInfo, plain: float, context: int) ->
         policy: The policy.
         facts: The model's.
         plain: The bits of the cache's dtype.
-        context: Positions, all of them the prompt's; a layer with a sliding window keeps no more than the window.
+        context: Positions, all of them the prompt's; a layer with a sliding window keeps no more
+            than the window.
     """
     bits = 0.0
-    kept = {window: _rows_kept(policy, facts, min(context, window or context)) for window in set(facts.windows)}
+    kept = {
+        window: _rows_kept(policy, facts, min(context, window or context))
+        for window in set(facts.windows)
+    }
     for layer, window in enumerate(facts.windows):
         rows = kept[window]
         for tensor in ("k", "v"):

@@ -16,10 +16,12 @@ from kvinterp.policies.scored import Budgeted
 
 @dataclasses.dataclass(frozen=True)
 class Snapkv(Budgeted):
-    """Keeps the prompt's last rows and the earlier rows that their queries attend to most (pooled along the text); chosen once.
+    """Keeps the prompt's last rows and the earlier rows that their queries attend to most (pooled
+    along the text); chosen once.
 
-    Every row of the answer stays. The window is never cut, so a prompt that is no longer stays whole. The attention of a KV
-    head's query heads is averaged, as in kvpress; the original repeats K and V, and chooses rows for each query head.
+    Every row of the answer stays. The window is never cut, so a prompt that is no longer stays
+    whole. The attention of a KV head's query heads is averaged, as in kvpress; the original repeats
+    K and V, and chooses rows for each query head.
 
     Attributes:
         window_size: The last queries of the prompt, whose attention decides.
@@ -37,7 +39,9 @@ class Snapkv(Budgeted):
         super().__post_init__()
         check_whole("policy 'snapkv': window_size", self.window_size)
         if check_whole("policy 'snapkv': kernel_size", self.kernel_size) % 2 == 0:
-            raise unexpected("policy 'snapkv': kernel_size", self.kernel_size, "an odd number of rows")
+            raise unexpected(
+                "policy 'snapkv': kernel_size", self.kernel_size, "an odd number of rows"
+            )
 
     def room(self, prompt: int) -> int:
         """The budget, of which the window is a part."""
@@ -54,7 +58,9 @@ class Snapkv(Budgeted):
         return totals + weights[:, :, max(first, 0) :].sum(2)
 
     def scores(self, keys: Tensor, values: Tensor, totals: Tensor) -> Tensor:
-        """The pooled sums of the rows before the window; rows of the window stay whatever their scores are."""
+        """The pooled sums of the rows before the window; rows of the window stay whatever their
+        scores are.
+        """
         before = totals[..., : -self.window_size]
         pooled = avg_pool1d(before, self.kernel_size, stride=1, padding=self.kernel_size // 2)
         return pad(pooled, (0, self.window_size))

@@ -13,13 +13,16 @@ from kvinterp.policies.scored import Budgeted
 
 @dataclasses.dataclass(frozen=True)
 class Tova(Budgeted):
-    """Keeps at every step the rows that the newest query attends to most, averaged over all heads; all heads keep the same rows.
+    """Keeps at every step the rows that the newest query attends to most, averaged over all heads;
+    all heads keep the same rows.
 
-    The newest row itself always stays, as in kvpress; the paper evicts it too if its own probability is the least. kvpress
-    evicts rows once, after the prompt.
+    The newest row itself always stays, as in kvpress; the paper evicts it too if its own
+    probability is the least. kvpress evicts rows once, after the prompt.
     """
 
-    SOURCE: ClassVar[str] = "TOVA (arXiv 2401.06104), the variant with one choice of rows for a layer; kvpress TOVAPress"
+    SOURCE: ClassVar[str] = (
+        "TOVA (arXiv 2401.06104), the variant with one choice of rows for a layer; kvpress TOVAPress"
+    )
     sites = ("pattern",)
 
     def newest(self, prompt: int) -> int:

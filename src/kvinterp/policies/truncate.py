@@ -1,9 +1,10 @@
 """``truncate(bits)``: the low bits of every number's mantissa are dropped as it enters the cache.
 
-What the KV cache error study says that quantising does ("truncating the least significant bits in each value's binary
-representation"). The formats that are deployed divide by a scale and round: they are policies of their own. A number moves
-towards zero by less than ``2**(bits - m)`` of itself, where m is how many bits the dtype's mantissa has (float16 10,
-bfloat16 7, float32 23), so keys and values shrink on average.
+What the KV cache error study says that quantising does ("truncating the least significant bits in
+each value's binary representation"). The formats that are deployed divide by a scale and round:
+they are policies of their own. A number moves towards zero by less than ``2**(bits - m)`` of
+itself, where m is how many bits the dtype's mantissa has (float16 10, bfloat16 7, float32 23), so
+keys and values shrink on average.
 """
 
 from __future__ import annotations
@@ -47,4 +48,6 @@ class Truncate(Selective):
                 f"{mantissa}: give at most {mantissa}."
             )
         words = tensor.view(WORDS[tensor.element_size()])
-        return torch.where(tensor.isfinite(), (words & -(1 << self.bits)).view(tensor.dtype), tensor)
+        return torch.where(
+            tensor.isfinite(), (words & -(1 << self.bits)).view(tensor.dtype), tensor
+        )

@@ -1,4 +1,6 @@
-"""Conversion of traces and recorders to TransformerLens's ``ActivationCache``, and back to records."""
+"""Conversion of traces and recorders to TransformerLens's ``ActivationCache``, and back to
+records.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,14 @@ from kvinterp.models.hook_names import HOOKS, hook_name, hook_of
 from kvinterp.models.sites import LAYOUTS
 
 
-def cache_of(records: Mapping[Site, Tensor], model: Any = None, more: Mapping[str, Tensor] | None = None) -> Any:
+def cache_of(
+    records: Mapping[Site, Tensor], model: Any = None, more: Mapping[str, Tensor] | None = None
+) -> Any:
     """Makes an ``ActivationCache`` of one forward.
 
     Args:
-        records: For each site and layer a tensor with the batch, of all positions or of the newest without their axis.
+        records: For each site and layer a tensor with the batch, of all positions or of the newest
+            without their axis.
         model: The model that some methods of the cache need, or None.
         more: Tensors of hooks that are no sites, by name.
 
@@ -27,7 +32,9 @@ def cache_of(records: Mapping[Site, Tensor], model: Any = None, more: Mapping[st
     from transformer_lens import ActivationCache
 
     tensors = {
-        hook_name(site, layer): tensor if tensor.dim() == LAYOUTS[site].dimensions else tensor.unsqueeze(LAYOUTS[site].rows)
+        hook_name(site, layer): tensor
+        if tensor.dim() == LAYOUTS[site].dimensions
+        else tensor.unsqueeze(LAYOUTS[site].rows)
         for (site, layer), tensor in records.items()
         if site in HOOKS
     }
@@ -40,12 +47,17 @@ def cache_of(records: Mapping[Site, Tensor], model: Any = None, more: Mapping[st
 
 
 def is_activation_cache(value: object) -> bool:
-    """Whether a value is an ``ActivationCache`` of any version of TransformerLens, without importing it."""
-    return type(value).__name__ == "ActivationCache" and isinstance(getattr(value, "cache_dict", None), Mapping)
+    """Whether a value is an ``ActivationCache`` of any version of TransformerLens, without
+    importing it.
+    """
+    return type(value).__name__ == "ActivationCache" and isinstance(
+        getattr(value, "cache_dict", None), Mapping
+    )
 
 
 def records_of(cache: Any, batched: bool = False) -> dict[Site, Tensor]:
-    """Returns the tensors of an ``ActivationCache`` by site and layer, without the batch (of one) unless ``batched``.
+    """Returns the tensors of an ``ActivationCache`` by site and layer, without the batch (of one)
+    unless ``batched``.
 
     Raises:
         InputError: It holds no site, or several prompts without ``batched``.
@@ -63,7 +75,9 @@ def records_of(cache: Any, batched: bool = False) -> dict[Site, Tensor]:
         site, layer = place[0], int(place[1])
         rows = tensor if cache.has_batch_dim else tensor[None]
         if rows.shape[0] != 1 and not batched:
-            raise InputError(f"the cache holds {rows.shape[0]} prompts: give that of one, such as cache of tokens[:1].")
+            raise InputError(
+                f"the cache holds {rows.shape[0]} prompts: give that of one, such as cache of tokens[:1]."
+            )
         if rows.dim() != LAYOUTS[site].dimensions:
             raise UnsupportedError(
                 f"{name} has the shape {tuple(tensor.shape)}, and {site} has {LAYOUTS[site].dimensions} axes here: leave it out, "
@@ -71,5 +85,7 @@ def records_of(cache: Any, batched: bool = False) -> dict[Site, Tensor]:
             )
         records[site, layer] = rows if batched else rows[0]
     if not records:
-        raise InputError(f"the cache holds no hook at which a site is: expected some of {', '.join(HOOKS.values())}.")
+        raise InputError(
+            f"the cache holds no hook at which a site is: expected some of {', '.join(HOOKS.values())}."
+        )
     return records

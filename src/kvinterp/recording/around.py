@@ -40,14 +40,17 @@ def record(
     positions: words.Positions | str | int | Sequence[int] = "newest",
     into: str | os.PathLike[str] | None = None,
 ) -> Iterator[Recording]:
-    """Records the forwards that run inside the ``with`` block; each pass through the model's blocks is one step.
+    """Records the forwards that run inside the ``with`` block; each pass through the model's blocks
+    is one step.
 
-    Passes are counted where the model computes, not where it is called: ``model(...)``, ``model.forward(...)``, ``generate``
-    (a step a forward, whatever it decodes with), ``run_with_hooks``, ``run_with_cache`` and a decoder inside the model all
-    count. A forward that an error or an interruption cuts off is no step, and nothing of it is kept.
+    Passes are counted where the model computes, not where it is called: ``model(...)``,
+    ``model.forward(...)``, ``generate`` (a step a forward, whatever it decodes with),
+    ``run_with_hooks``, ``run_with_cache`` and a decoder inside the model all count. A forward that
+    an error or an interruption cuts off is no step, and nothing of it is kept.
 
-    The recorder sees the tensors that the model goes on with: its hooks run after all patches and after the user's own hooks
-    that are on the same module when the forward begins, in whichever order they were opened.
+    The recorder sees the tensors that the model goes on with: its hooks run after all patches and
+    after the user's own hooks that are on the same module when the forward begins, in whichever
+    order they were opened.
 
     Cache sites are read from the cache that the user's forward used or made.
 
@@ -57,14 +60,16 @@ def record(
         layers: As for :class:`Recorder`.
         heads: As for :class:`Recorder`.
         kv_heads: As for :class:`Recorder`.
-        positions: ``"newest"`` (of each forward) or ``"all"``; or a part of each text, for ``.texts()``: ``"generated"``,
-            ``"last(64)"``, ``"every(16)"``, or a list of positions in the text.
-        into: An empty folder in which what was recorded is kept in parts, for texts that do not fit into memory; ``.texts()``
-            reads from there. Default: in memory.
+        positions: ``"newest"`` (of each forward) or ``"all"``; or a part of each text, for
+            ``.texts()``: ``"generated"``, ``"last(64)"``, ``"every(16)"``, or a list of positions
+            in the text.
+        into: An empty folder in which what was recorded is kept in parts, for texts that do not fit
+            into memory; ``.texts()`` reads from there. Default: in memory.
 
     Yields:
-        The recorder; ``recorder["resid_post", 3]`` is a tensor, with several forwards stacked; ``.kept`` has each. With
-        ``positions="all"``, ``.texts()`` has the texts that the forwards computed, each with its activations by position.
+        The recorder; ``recorder["resid_post", 3]`` is a tensor, with several forwards stacked;
+        ``.kept`` has each. With ``positions="all"``, ``.texts()`` has the texts that the forwards
+        computed, each with its activations by position.
 
     Raises:
         InputError: No forward ran in the block, or one did not run a layer that is recorded.
@@ -117,7 +122,9 @@ _ON_DISK = torch.empty(0)
 class _Pieces(Sequence[Tensor]):
     """What the passes of a batch showed of one place, in memory or on disk."""
 
-    def __init__(self, kept: Sequence[Tensor], parts: Parts | None, place: Site, numbers: Sequence[int]) -> None:
+    def __init__(
+        self, kept: Sequence[Tensor], parts: Parts | None, place: Site, numbers: Sequence[int]
+    ) -> None:
         self._kept, self._parts, self._place, self._numbers = kept, parts, place, numbers
 
     def __len__(self) -> int:
@@ -156,7 +163,15 @@ class Recording(Recorder, WatchesPasses):
             raise InputError(
                 "into= was given with the newest position of each forward, which fits into memory: leave it out."
             )
-        super().__init__(adapter, sites, layers, heads, kv_heads, None, "newest" if self.window is None else "all")
+        super().__init__(
+            adapter,
+            sites,
+            layers,
+            heads,
+            kv_heads,
+            None,
+            "newest" if self.window is None else "all",
+        )
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -176,14 +191,18 @@ class Recording(Recorder, WatchesPasses):
             raise InputError(f"{self.context} heard nothing: {passes.silence()}")
 
     def texts(self, output: Tensor | None = None, mask: Tensor | None = None) -> list[Generation]:
-        """Returns the texts that were computed, each with the activations of the run that computed it, without pads.
+        """Returns the texts that were computed, each with the activations of the run that computed
+        it, without pads.
 
         Args:
-            output: ``[batch, column]``, what ``generate`` returned, where it was not seen: the last token is never fed.
-            mask: ``[batch, column]``, 0 at pads, where neither ``generate`` nor the forwards were given one of two dimensions.
+            output: ``[batch, column]``, what ``generate`` returned, where it was not seen: the last
+                token is never fed.
+            mask: ``[batch, column]``, 0 at pads, where neither ``generate`` nor the forwards were
+                given one of two dimensions.
 
         Raises:
-            InputError: Only newest positions were recorded, no token ids were seen, or a cache held a part of a text before.
+            InputError: Only newest positions were recorded, no token ids were seen, or a cache held
+                a part of a text before.
             UnsupportedError: Rows are padded elsewhere than in front.
         """
         if self.positions != "all":
@@ -192,7 +211,9 @@ class Recording(Recorder, WatchesPasses):
             )
         return [text for batch in self._batches for text in self._texts_of(batch, output, mask)]
 
-    def _texts_of(self, batch: _Batch, output: Tensor | None, mask: Tensor | None) -> Iterator[Generation]:
+    def _texts_of(
+        self, batch: _Batch, output: Tensor | None, mask: Tensor | None
+    ) -> Iterator[Generation]:
         if batch.begins:
             raise InputError(
                 f"a cache held {batch.begins} positions before {self.context} was opened, of which nothing was seen: open it "
@@ -203,14 +224,24 @@ class Recording(Recorder, WatchesPasses):
             if known is not None and known.shape[1] >= batch.end:
                 ids = known
         if ids is None:
-            raise InputError("no token ids were seen, since embeddings were fed: give texts(output), the ids of the texts.")
+            raise InputError(
+                "no token ids were seen, since embeddings were fed: give texts(output), the ids of the texts."
+            )
         masks = (mask, *(call.mask for call in batch.calls), batch.mask)
         seen = next((given for given in masks if given is not None), None)
         prompts = ids[:, : batch.prompt_length]
-        pads = leading_pads(self.adapter, prompts) if seen is None else pads_in(seen[:, : batch.prompt_length])
+        pads = (
+            leading_pads(self.adapter, prompts)
+            if seen is None
+            else pads_in(seen[:, : batch.prompt_length])
+        )
         ends = set(self.adapter.end_tokens).union(*(call.ends for call in batch.calls))
         unread = self._passes.rows.unread
-        path = "cached" if len(batch.passes) == 1 or any(here.start for here in batch.passes) else "recompute"
+        path = (
+            "cached"
+            if len(batch.passes) == 1 or any(here.start for here in batch.passes)
+            else "recompute"
+        )
         for row, tokens in enumerate(ids.tolist()):
             begin, cut = pads[row], batch.prompt_length
             generated = tuple(tokens[cut : cut + ended(tokens[cut:], tuple(ends))])
@@ -220,17 +251,28 @@ class Recording(Recorder, WatchesPasses):
             yield Generation(
                 prompt=tuple(tokens[begin:cut]),
                 tokens=generated,
-                records=Stitched(self._pieces_of(batch), list(self.kept), batch.passes, row, (begin, stop), chosen),
+                records=Stitched(
+                    self._pieces_of(batch),
+                    list(self.kept),
+                    batch.passes,
+                    row,
+                    (begin, stop),
+                    chosen,
+                ),
                 positions=tuple(column - begin for column in columns),
                 path=path if unread is None else f"{path}, not read: {unread.where}",
-                logits=self._logits_of(batch, row, len(generated)) if self.logits == "keep" else None,
+                logits=self._logits_of(batch, row, len(generated))
+                if self.logits == "keep"
+                else None,
                 heads=self.heads,
                 kv_heads=self.kv_heads,
                 derived=self.derived,
                 adapter=self.adapter,
             )
 
-    def _chosen(self, batch: _Batch, pads: Sequence[int], begin: int, stop: int) -> list[int] | None:
+    def _chosen(
+        self, batch: _Batch, pads: Sequence[int], begin: int, stop: int
+    ) -> list[int] | None:
         """The columns of a row that the window holds."""
         window = self.window
         if window is None or window.kind == "all":
@@ -242,7 +284,11 @@ class Recording(Recorder, WatchesPasses):
             )
         kept = set(itertools.chain.from_iterable(here.columns or () for here in batch.passes))
         first = max(begin, batch.end - window.count) if window.kind == "last" else begin
-        return [at for at in range(first, stop) if at in kept and window.holds(at - begin, batch.prompt_length - begin)]
+        return [
+            at
+            for at in range(first, stop)
+            if at in kept and window.holds(at - begin, batch.prompt_length - begin)
+        ]
 
     def _pieces_of(self, batch: _Batch) -> Callable[[Site], Sequence[Tensor]]:
         return lambda place: _Pieces(self.kept[place], self._parts, place, batch.numbers)
@@ -262,7 +308,8 @@ class Recording(Recorder, WatchesPasses):
         """Begins a step."""
         batch, call = self._batches[-1] if self._batches else None, self._calls.call
         if batch is not None and call in batch.calls and not cached and new < batch.end:
-            # A generate() goes on with a cache that took no row: what it computes are still the text's next columns.
+            # A generate() goes on with a cache that took no row: what it computes are still the
+            # text's next columns.
             cached = batch.end
         self._now = cached, new
         self._write_parts()
@@ -297,7 +344,9 @@ class Recording(Recorder, WatchesPasses):
         if self._columns is not None and site not in (*CACHE_SITES, ROWS):
             rows, axis = [column - self._now[0] for column in self._columns], LAYOUTS[site].rows
             if len(rows) < tensor.shape[axis]:
-                tensor = tensor.index_select(axis, torch.tensor(rows, dtype=torch.long, device=tensor.device))
+                tensor = tensor.index_select(
+                    axis, torch.tensor(rows, dtype=torch.long, device=tensor.device)
+                )
         super().see(site, layer, start, tensor)
 
     def _copied(self, tensor: Tensor) -> Tensor:
@@ -306,7 +355,9 @@ class Recording(Recorder, WatchesPasses):
     def __getitem__(self, place: Site | str) -> Tensor:
         """As a :class:`Recorder`'s, unless what was recorded lies in parts on disk."""
         if self._parts is not None:
-            raise InputError("what was recorded lies in parts on disk: take it from texts(), one tensor at a time.")
+            raise InputError(
+                "what was recorded lies in parts on disk: take it from texts(), one tensor at a time."
+            )
         return super().__getitem__(place)
 
     def _lay_window(self, cached: int, new: int) -> None:
@@ -335,7 +386,9 @@ class Recording(Recorder, WatchesPasses):
             if at >= 0:
                 batch.passes[at] = dataclasses.replace(batch.passes[at], columns=())
                 for (site, _), tensors in self.kept.items():
-                    tensors[self._gone] = tensors[self._gone].narrow(LAYOUTS[site].rows, 0, 0).clone()
+                    tensors[self._gone] = (
+                        tensors[self._gone].narrow(LAYOUTS[site].rows, 0, 0).clone()
+                    )
             self._gone += 1
 
     def _write_parts(self) -> None:

@@ -13,7 +13,9 @@ import numpy as np
 from kvinterp.errors import InputError, shown
 
 MISSING = -9000.0
-"""A value at or below this means that no log-prob was given: vLLM writes -9999, llama.cpp the lowest float32."""
+"""A value at or below this means that no log-prob was given: vLLM writes -9999, llama.cpp the
+lowest float32.
+"""
 LARGEST = 1e30
 """A number above this is no log-prob, probability or logit."""
 ROUNDED = 1e-3
@@ -30,14 +32,17 @@ class EnginePath:
         id: Its place in the file.
         prompt: Token ids of the prompt.
         tokens: Token ids after the prompt.
-        chosen: ``[position]``, in nats: the log-prob of each id of prompt and tokens given those before it; NaN if not given.
+        chosen: ``[position]``, in nats: the log-prob of each id of prompt and tokens given those
+            before it; NaN if not given.
         top: For some positions further ids and their log-probs.
         missing: What the file holds where no log-prob is given, and how often.
-        trainer: As ``chosen``, for the trainer's log-probs in the same file; None if there are none.
+        trainer: As ``chosen``, for the trainer's log-probs in the same file; None if there are
+            none.
         declared: The settings that the file names, such as ``{"dtype": "float32"}``.
-        step: The step of the grid on which the format writes log-probs, in nats; None if it has no grid.
-        zeros: ``"certain"``: an exact 0 is the log-prob of certainty; ``"doubtful"``: the format writes 0 where it has none too,
-            so that only the model tells which of the two a 0 is.
+        step: The step of the grid on which the format writes log-probs, in nats; None if it has no
+            grid.
+        zeros: ``"certain"``: an exact 0 is the log-prob of certainty; ``"doubtful"``: the format
+            writes 0 where it has none too, so that only the model tells which of the two a 0 is.
     """
 
     id: str
@@ -84,7 +89,9 @@ def log_probs(values: Iterable[Any], where: str, missing: Counter[str]) -> np.nd
     numbers = []
     for value in values:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise InputError(f"{where} has {shown(value)} for a log-prob: expected a number or null; mend it.")
+            raise InputError(
+                f"{where} has {shown(value)} for a log-prob: expected a number or null; mend it."
+            )
         if value is not None and value > LARGEST:
             raise InputError(
                 f"{where} has {shown(value)} for a log-prob: expected a number of at most 0, or null; mend it."
@@ -119,19 +126,26 @@ def token_ids(values: Any, where: str) -> tuple[int, ...]:
     Raises:
         InputError: It is no list of whole numbers of at least 0.
     """
-    if not isinstance(values, list) or any(type(v) is not int or not 0 <= v < 2**31 for v in values):
-        raise InputError(f"{where} is {shown(values)}: expected a list of token ids, whole numbers of at least 0; mend it.")
+    if not isinstance(values, list) or any(
+        type(v) is not int or not 0 <= v < 2**31 for v in values
+    ):
+        raise InputError(
+            f"{where} is {shown(values)}: expected a list of token ids, whole numbers of at least 0; mend it."
+        )
     return tuple(values)
 
 
 def pairs_of(pairs: Sequence[tuple[int, Any]], where: str, missing: Counter[str]) -> Pairs:
-    """Makes arrays of the ids and log-probs of one position. Log-probs that are not given are left out and counted.
+    """Makes arrays of the ids and log-probs of one position. Log-probs that are not given are left
+    out and counted.
 
     Raises:
         InputError: An id is negative; only -1, for a text that no single token has, is allowed.
     """
     if (wrong := next((token for token, _ in pairs if not -1 <= token < 2**31), None)) is not None:
-        raise InputError(f"{where} has {shown(wrong)} for a token id: expected a whole number of at least 0; mend it.")
+        raise InputError(
+            f"{where} has {shown(wrong)} for a token id: expected a whole number of at least 0; mend it."
+        )
     numbers = log_probs([value for _, value in pairs], where, missing)
     keep = ~np.isnan(numbers)
     return np.array([token for token, _ in pairs], dtype=np.int64)[keep], numbers[keep]
@@ -150,7 +164,8 @@ def path_of(
     before: Any = None,
     **declared: Any,
 ) -> EnginePath:
-    """Makes a path of an engine's answer: for each token an id, its log-prob and further pairs of the same position.
+    """Makes a path of an engine's answer: for each token an id, its log-prob and further pairs of
+    the same position.
 
     Args:
         where: The name of the record in errors.
@@ -160,7 +175,10 @@ def path_of(
         declared: The settings that the file names.
     """  # fmt: skip
     missing: Counter[str] = Counter()
-    head = [(token, *row) for token, row in zip(prompt, before or [(None, [])] * len(prompt), strict=True)]
+    head = [
+        (token, *row)
+        for token, row in zip(prompt, before or [(None, [])] * len(prompt), strict=True)
+    ]
     every = [*head, *rows]
     logprobs = log_probs([value for _, value, _ in every], where, missing)
     if before is None:
@@ -170,4 +188,6 @@ def path_of(
     for at in map(int, np.flatnonzero(np.isnan(logprobs))):
         if at in top:
             logprobs[at] = value_in(top[at], every[at][0])
-    return EnginePath(where, prompt, tuple(row[0] for row in rows), logprobs, top, +missing, declared=declared)
+    return EnginePath(
+        where, prompt, tuple(row[0] for row in rows), logprobs, top, +missing, declared=declared
+    )

@@ -38,12 +38,14 @@ def generated(
     into: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> list[Generation]:
-    """Generates texts by the model's own ``generate``, and keeps the activations of that very run at every position.
+    """Generates texts by the model's own ``generate``, and keeps the activations of that very run
+    at every position.
 
-    A forward over the finished text (``run_with_cache``, TransformerLens's ``generate(return_cache=True)``)
-    is another run, the recomputation: it rounds otherwise, and it is another computation where hooks steer
-    or a cache is quantised. :func:`kvinterp.record` does the same around anybody's own ``generate``: its
-    recorder's ``texts()``.
+    A forward over the finished text (``run_with_cache``, TransformerLens's
+    ``generate(return_cache=True)``)
+    is another run, the recomputation: it rounds otherwise, and it is another computation where
+    hooks steer or a cache is quantised. :func:`kvinterp.record` does the same around anybody's own
+    ``generate``: its recorder's ``texts()``.
 
     Args:
         model: A HookedTransformer, TransformerBridge, transformers model or adapter.
@@ -52,17 +54,18 @@ def generated(
         layers: Layers to keep (default: all).
         heads: Query heads to keep (default: all).
         kv_heads: KV heads to keep (default: all).
-        positions: The positions of each text to keep: ``"all"``, ``"generated"``, ``"last(64)"``, ``"every(16)"``, or a list
-            of positions in the text.
+        positions: The positions of each text to keep: ``"all"``, ``"generated"``, ``"last(64)"``,
+            ``"every(16)"``, or a list of positions in the text.
         max_new_tokens: Most tokens to generate.
         logits: ``"keep"`` keeps the logits that decided each token; ``"discard"`` does not.
-        batch_size: Most prompts in a batch. Prompts of several lengths are padded at the left, and their pads
-            taken out afterwards; a HookedTransformer batches prompts of one length only.
-        into: A folder in which what was recorded is kept in parts, for texts that do not fit into memory; the texts that
-            are returned read from there. Default: in memory.
-        **options: What the model's ``generate`` is given besides: ``do_sample=True``, ``temperature``,
-            ``cache_implementation``, ``prefill_chunk_size`` (greedy decoding if nothing says otherwise).
-            Sampling draws from torch's own generator: call ``torch.manual_seed`` before.
+        batch_size: Most prompts in a batch. Prompts of several lengths are padded at the left, and
+            their pads taken out afterwards; a HookedTransformer batches prompts of one length only.
+        into: A folder in which what was recorded is kept in parts, for texts that do not fit into
+            memory; the texts that are returned read from there. Default: in memory.
+        **options: What the model's ``generate`` is given besides: ``do_sample=True``,
+            ``temperature``, ``cache_implementation``, ``prefill_chunk_size`` (greedy decoding if
+            nothing says otherwise). Sampling draws from torch's own generator: call
+            ``torch.manual_seed`` before.
 
     Returns:
         For each prompt its text and activations.
@@ -82,7 +85,9 @@ def generated(
     batch_size = check_whole("batch_size", batch_size, 1)
     if window_of(positions) is None:
         raise unexpected("positions", positions, EXPECTED.removeprefix("'newest', "))
-    encoded = [encode(adapter, item, max_new_tokens) for item in listed(prompts, adapter.tokenizer)[0]]
+    encoded = [
+        encode(adapter, item, max_new_tokens) for item in listed(prompts, adapter.tokenizer)[0]
+    ]
     texts: list[Generation] = []
     with located(f"model {adapter.facts.name}"), own_threads(adapter), adapter.one_call():
         for at in range(0, len(encoded), batch_size):

@@ -1,4 +1,6 @@
-"""One text and the activations of the run that wrote it, by the text's own positions, stitched from prefill and decode steps."""
+"""One text and the activations of the run that wrote it, by the text's own positions, stitched from
+prefill and decode steps.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class Pass:
     Attributes:
         start: The first column that was new in it.
         stop: The end of what it had seen when it was over.
-        first: The first column that is its own: behind ``start`` where it computed earlier columns again.
+        first: The first column that is its own: behind ``start`` where it computed earlier columns
+            again.
         columns: The columns whose rows were kept; None for all.
     """
 
@@ -64,18 +67,22 @@ class Pass:
 class Generation:
     """One text with the activations of one run at each of its positions.
 
-    The last token of a generated text was chosen and never fed, so that no run has activations there: of P prompt tokens and
-    N generated ones there are P + N - 1 positions. Where ``generate`` returned text instead of token ids, that token is not
-    known, and ``tokens`` ends before it. Pads of a batch are taken out.
+    The last token of a generated text was chosen and never fed, so that no run has activations
+    there: of P prompt tokens and N generated ones there are P + N - 1 positions. Where ``generate``
+    returned text instead of token ids, that token is not known, and ``tokens`` ends before it. Pads
+    of a batch are taken out.
 
     Attributes:
         prompt: Token ids of the prompt.
         tokens: Token ids that were generated.
-        records: For each site and layer a tensor ``[position, ...]`` with the axes of the site; scores and patterns are
-            ``[query_head, query, key]``, lower-triangular over the whole text.
+        records: For each site and layer a tensor ``[position, ...]`` with the axes of the site;
+            scores and patterns are ``[query_head, query, key]``, lower-triangular over the whole
+            text.
         positions: The positions of the rows; all that were fed, unless a window was asked for.
-        path: ``"cached"``, ``"recompute"``, or ``"cached, not read: ..."`` where the model was seen to ignore its cache.
-        logits: ``[token, vocabulary]``: the logits that decided each generated token; None unless asked for.
+        path: ``"cached"``, ``"recompute"``, or ``"cached, not read: ..."`` where the model was seen
+            to ignore its cache.
+        logits: ``[token, vocabulary]``: the logits that decided each generated token; None unless
+            asked for.
         heads: The query heads in the records; None for all.
         kv_heads: The KV heads in the records; None for all.
         derived: The sites that were computed beside a kernel that does not show them (SDPA).
@@ -97,7 +104,9 @@ class Generation:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        """Model, machine and settings; made when it is asked for, as a hash of all weights takes longer than some tokens."""
+        """Model, machine and settings; made when it is asked for, as a hash of all weights takes
+        longer than some tokens.
+        """
         if self.made_with is None and self.adapter is not None:
             self.made_with = provenance(self.adapter)
         return self.made_with or {}
@@ -109,7 +118,9 @@ class Generation:
 
     def __repr__(self) -> str:
         """Names the path, the size and the records in one line."""
-        sites = dict.fromkeys(f"{site} (derived)" if site in self.derived else site for site, _ in self.records)
+        sites = dict.fromkeys(
+            f"{site} (derived)" if site in self.derived else site for site, _ in self.records
+        )
         layers = len({layer for _, layer in self.records})
         return (
             f"<Generation ({self.path}): {len(self.prompt)} prompt tokens, {len(self.tokens)} generated, "
@@ -117,9 +128,16 @@ class Generation:
         )
 
     def __getitem__(self, place: Site | str) -> Tensor:
-        """Returns a site at a layer (-1: the last), or a hook by its name: ``[position, ...]``, or ``[head, query, key]``."""
+        """Returns a site at a layer (-1: the last), or a hook by its name: ``[position, ...]``, or
+        ``[head, query, key]``.
+        """
         found = cast(Site, place_of(place))
-        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], int) and found[1] < 0:
+        if (
+            isinstance(found, tuple)
+            and len(found) == 2
+            and isinstance(found[1], int)
+            and found[1] < 0
+        ):
             layers = sorted({layer for site, layer in self.records if site == found[0]})
             found = (found[0], layers[found[1]]) if -found[1] <= len(layers) else found
         if found not in self.records:
@@ -130,22 +148,31 @@ class Generation:
         return self.records[found]
 
     def cache(self, model: Any = None) -> Any:
-        """Returns TransformerLens's ``ActivationCache`` of the whole text, by the names of its hooks, with a batch of one.
+        """Returns TransformerLens's ``ActivationCache`` of the whole text, by the names of its
+        hooks, with a batch of one.
 
         Args:
-            model: The model that some methods of the cache need; by default the one that was recorded.
+            model: The model that some methods of the cache need; by default the one that was
+                recorded.
 
         Raises:
             InputError: No recorded site has a hook, or a window of the positions was recorded.
         """
         self._check_whole("an ActivationCache has no places for the positions of its rows")
-        records = {place: tensor[None] for place, tensor in self.records.items() if place[0] not in CACHE_SITES}
+        records = {
+            place: tensor[None]
+            for place, tensor in self.records.items()
+            if place[0] not in CACHE_SITES
+        }
         owner = self.adapter if model is None else model
         fed = self.text[: len(self.positions)]
-        return cache_of(records, owner, {**_looked_up(self.adapter, fed), **_final_scale(owner, records)})
+        return cache_of(
+            records, owner, {**_looked_up(self.adapter, fed), **_final_scale(owner, records)}
+        )
 
     def trace(self) -> Trace:
-        """Returns the same run as a trace, a step a token, which a :class:`Patch` takes as its donor.
+        """Returns the same run as a trace, a step a token, which a :class:`Patch` takes as its
+        donor.
 
         Raises:
             InputError: A window of the positions was recorded.
@@ -159,8 +186,15 @@ class Generation:
             if not layout.gathers and not layout.keys:
                 continue
             starts = [0, *ends[:-1]]
-            rows = [tensor.narrow(layout.rows - 1, start, end - start) for start, end in zip(starts, ends, strict=True)]
-            records[place] = [row[..., :end] for row, end in zip(rows, ends, strict=True)] if layout.keys else rows
+            rows = [
+                tensor.narrow(layout.rows - 1, start, end - start)
+                for start, end in zip(starts, ends, strict=True)
+            ]
+            records[place] = (
+                [row[..., :end] for row, end in zip(rows, ends, strict=True)]
+                if layout.keys
+                else rows
+            )
         return Trace(
             path="cached",
             prompt=self.prompt,
@@ -176,23 +210,31 @@ class Generation:
         )
 
     def _check_whole(self, why: str) -> None:
-        if self.positions != tuple(range(len(self.positions))) or len(self.positions) < len(self.text) - 1:
+        if (
+            self.positions != tuple(range(len(self.positions)))
+            or len(self.positions) < len(self.text) - 1
+        ):
             raise InputError(
                 f"{len(self.positions)} of {len(self.text) - 1} positions were recorded, and {why}: record positions='all'."
             )
 
     def save(self, folder: str | Path) -> Path:
-        """Writes the text, and a file for each site and layer, into a folder; at no time is more than one of them in memory.
+        """Writes the text, and a file for each site and layer, into a folder; at no time is more
+        than one of them in memory.
 
         Returns:
             The folder, which :meth:`load` reads.
         """
         target = Path(folder)
         for place in self.records:
-            write_whole(Saved.file(target, place), save({"rows": self.records[place].cpu().contiguous()}))
+            write_whole(
+                Saved.file(target, place), save({"rows": self.records[place].cpu().contiguous()})
+            )
         if self.logits is not None:
             write_whole(target / _LOGITS, save({"logits": self.logits.cpu().contiguous()}))
-        about = {name: getattr(self, name) for name in _ABOUT} | {"places": [list(place) for place in self.records]}
+        about = {name: getattr(self, name) for name in _ABOUT} | {
+            "places": [list(place) for place in self.records]
+        }
         write_whole(target / _TEXT, strict_json(about))
         return target
 
@@ -209,21 +251,32 @@ class Generation:
         """
         source = Path(folder)
         if not is_file(source / _TEXT):
-            raise InputError(f"folder {str(source)!r} holds no {_TEXT}: give a folder that Generation.save wrote.")
+            raise InputError(
+                f"folder {str(source)!r} holds no {_TEXT}: give a folder that Generation.save wrote."
+            )
         try:
             about = json.loads(bytes_of(source / _TEXT))
             made_with = about.pop("provenance")
             places = [(str(site), int(layer)) for site, layer in about.pop("places")]
             listed = {name: None if about[name] is None else tuple(about[name]) for name in _LISTS}
-            logits = load(bytes_of(source / _LOGITS))["logits"] if is_file(source / _LOGITS) else None
+            logits = (
+                load(bytes_of(source / _LOGITS))["logits"] if is_file(source / _LOGITS) else None
+            )
             return cls(
-                **{**about, **listed}, records=Saved(source, places), logits=logits, adapter=adapter, made_with=made_with
+                **{**about, **listed},
+                records=Saved(source, places),
+                logits=logits,
+                adapter=adapter,
+                made_with=made_with,
             )
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise InputError(f"folder {str(source)!r} holds no readable generation ({error}): save it again.") from error
+            raise InputError(
+                f"folder {str(source)!r} holds no readable generation ({error}): save it again."
+            ) from error
 
     def frame(self, site: str) -> pd.DataFrame:
-        """The norm of a site's row at every layer, position and head, one a row, with the token and the part of the text.
+        """The norm of a site's row at every layer, position and head, one a row, with the token and
+        the part of the text.
 
         Args:
             site: A site with a vector at each position.
@@ -233,7 +286,9 @@ class Generation:
         """
         layers = sorted(layer for name, layer in self.records if name == site)
         if not layers or not LAYOUTS[site].gathers:
-            raise InputError(f"site={shown(site)} was given: expected a recorded site with a vector at each position.")
+            raise InputError(
+                f"site={shown(site)} was given: expected a recorded site with a vector at each position."
+            )
         text, pieces = self.text, []
         for layer in layers:
             norms = self.records[site, layer].double().norm(dim=-1)
@@ -241,7 +296,9 @@ class Generation:
                 {
                     "position": self.positions,
                     "token": [text[at] for at in self.positions],
-                    "part": ["prompt" if at < len(self.prompt) else "generated" for at in self.positions],
+                    "part": [
+                        "prompt" if at < len(self.prompt) else "generated" for at in self.positions
+                    ],
                 }
             )
             for head, column in enumerate(norms.T) if norms.dim() == 2 else [(None, norms)]:
@@ -251,7 +308,8 @@ class Generation:
 
 
 class Stitched(Mapping[Site, Tensor]):
-    """The records of one row of a batch; a tensor is stitched when it is asked for, so that nothing is held twice.
+    """The records of one row of a batch; a tensor is stitched when it is asked for, so that nothing
+    is held twice.
 
     Args:
         pieces: Returns what each pass showed of a place, ``[batch, ...]``, in order.
@@ -271,7 +329,13 @@ class Stitched(Mapping[Site, Tensor]):
         span: tuple[int, int],
         chosen: Sequence[int] | None = None,
     ) -> None:
-        self._pieces, self._places, self._passes, self._row, self._span = pieces, tuple(places), passes, row, span
+        self._pieces, self._places, self._passes, self._row, self._span = (
+            pieces,
+            tuple(places),
+            passes,
+            row,
+            span,
+        )
         self._chosen = chosen
 
     def __iter__(self) -> Iterator[Site]:
@@ -296,14 +360,17 @@ class Stitched(Mapping[Site, Tensor]):
             if len(columns := self._columns(max(first, begin), min(last, end)))
         ]
         return torch.cat(
-            found or [self._of_pass(place[0], pieces[0][self._row], self._passes[0], range(0))], layout.rows - 1
+            found or [self._of_pass(place[0], pieces[0][self._row], self._passes[0], range(0))],
+            layout.rows - 1,
         )
 
     def _columns(self, first: int, last: int) -> Sequence[int]:
         """The columns from ``first`` to ``last`` of which there are rows."""
         if self._chosen is None:
             return range(first, last)
-        return self._chosen[bisect.bisect_left(self._chosen, first) : bisect.bisect_left(self._chosen, last)]
+        return self._chosen[
+            bisect.bisect_left(self._chosen, first) : bisect.bisect_left(self._chosen, last)
+        ]
 
     def _of_pass(self, site: str, piece: Tensor, here: Pass, columns: Sequence[int]) -> Tensor:
         """The rows of some columns in what a pass showed."""
@@ -316,9 +383,12 @@ class Stitched(Mapping[Site, Tensor]):
         return self._keys(rows, here.stop, site) if LAYOUTS[site].keys else rows
 
     def _keys(self, rows: Tensor, stop: int, site: str) -> Tensor:
-        """Spreads rows of a pattern over the keys of the row's text, from keys that end at ``stop``."""
+        """Spreads rows of a pattern over the keys of the row's text, from keys that end at
+        ``stop``.
+        """
         begin, end = self._span
-        # A cache of a fixed size shows places that hold nothing yet; a window lacks the oldest keys.
+        # A cache of a fixed size shows places that hold nothing yet; a window lacks the oldest
+        # keys.
         rows = rows[..., :stop]
         missing = stop - rows.shape[-1]
         fill = 0.0 if site == "pattern" else -torch.inf
@@ -328,8 +398,9 @@ class Stitched(Mapping[Site, Tensor]):
 def owners(passes: Sequence[Pass]) -> list[tuple[int, int, int]]:
     """The pass that each column is taken from, as runs of pass number, first column and end.
 
-    A later pass on a cache replaces the columns that it computed anew (a draft that was rejected); a pass without a cache
-    computes the whole text again, and only its new columns are those of the run that wrote the text.
+    A later pass on a cache replaces the columns that it computed anew (a draft that was rejected);
+    a pass without a cache computes the whole text again, and only its new columns are those of the
+    run that wrote the text.
     """
     runs: list[tuple[int, int, int]] = []
     for number, here in enumerate(passes):
@@ -343,7 +414,9 @@ def owners(passes: Sequence[Pass]) -> list[tuple[int, int, int]]:
 
 @torch.no_grad()
 def _looked_up(adapter: Any, tokens: Sequence[int]) -> dict[str, Tensor]:
-    """The token embeddings, which are rows of a table in every run; HookedTransformer looks them up outside of its forward."""
+    """The token embeddings, which are rows of a table in every run; HookedTransformer looks them up
+    outside of its forward.
+    """
     embedding = getattr(adapter, "embedding", None)
     if embedding is None:
         return {}
@@ -352,7 +425,9 @@ def _looked_up(adapter: Any, tokens: Sequence[int]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _final_scale(model: Any, records: Mapping[Site, Tensor]) -> dict[str, Tensor]:
-    """The scale of the final norm, which TransformerLens's attributions divide by, from the last residual stream."""
+    """The scale of the final norm, which TransformerLens's attributions divide by, from the last
+    residual stream.
+    """
     model = getattr(model, "model", model)
     norm = getattr(model, "ln_final", None)
     hook = getattr(norm, "hook_scale", None)
@@ -370,7 +445,9 @@ def _final_scale(model: Any, records: Mapping[Site, Tensor]) -> dict[str, Tensor
 
 
 def ended(tokens: Sequence[int], ends: Sequence[int]) -> int:
-    """How many of the generated tokens belong to a text: up to its end token, where nothing but one filler follows it."""
+    """How many of the generated tokens belong to a text: up to its end token, where nothing but one
+    filler follows it.
+    """
     for count, token in enumerate(tokens, 1):
         if token in ends and len(set(itertools.islice(tokens, count, None))) <= 1:
             return count
@@ -387,7 +464,8 @@ def text_end(tokens: Sequence[int], prompt: int, end: int, ends: Sequence[int]) 
         ends: The tokens that end a text.
     """
     count = ended(tokens[prompt:], ends)
-    # A row that ended before the others was fed fillers, and its end token, which alone it would not have been.
+    # A row that ended before the others was fed fillers, and its end token, which alone it would
+    # not have been.
     return min(prompt + count - 1, end) if count < len(tokens) - prompt else end
 
 
@@ -398,7 +476,11 @@ def pads_in(mask: Tensor) -> list[int]:
         UnsupportedError: A row has pads elsewhere.
     """
     pads = (mask == 0).sum(1)
-    in_front = (torch.arange(mask.shape[1], device=mask.device)[None] >= pads[:, None]) == (mask != 0)
+    in_front = (torch.arange(mask.shape[1], device=mask.device)[None] >= pads[:, None]) == (
+        mask != 0
+    )
     if not bool(in_front.all()):
-        raise UnsupportedError("a row is padded at its end or within: pad prompts at the left, as generate() needs it.")
+        raise UnsupportedError(
+            "a row is padded at its end or within: pad prompts at the left, as generate() needs it."
+        )
     return cast(list[int], pads.tolist())

@@ -1,8 +1,10 @@
-"""Hooks that look into a path while it runs, and the mapping of module hooks and caches to named sites for every kind of model.
+"""Hooks that look into a path while it runs, and the mapping of module hooks and caches to named
+sites for every kind of model.
 
-Most sites are a hook on a module. The cache sites are not: what attention reads comes from the store. The keys on the other side
-of RoPE come from a hook (HookedTransformer, whose cache holds unrotated keys) or from the projections of every position so far
-(transformers, whose cache holds rotated keys).
+Most sites are a hook on a module. The cache sites are not: what attention reads comes from the
+store. The keys on the other side of RoPE come from a hook (HookedTransformer, whose cache holds
+unrotated keys) or from the projections of every position so far (transformers, whose cache holds
+rotated keys).
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ LOGITS: Site = ("logits", -1)
 
 
 class PathHook:
-    """Base of everything that looks into a path while it runs: recorders, comparisons, patches. Every method does nothing.
+    """Base of everything that looks into a path while it runs: recorders, comparisons, patches.
+    Every method does nothing.
 
     Attributes:
-        listeners: For each site and layer the function that is called with its tensor; a tensor it returns replaces that one.
+        listeners: For each site and layer the function that is called with its tensor; a tensor it
+            returns replaces that one.
     """
 
     listeners: Mapping[Site, Listener] = {}
@@ -49,27 +53,38 @@ class PathHook:
         """Called before a forward from position 0."""
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Called with the keys and values that attention is about to read; what it returns replaces them."""
+        """Called with the keys and values that attention is about to read; what it returns replaces
+        them.
+        """
         return None
 
 
 class SiteHook(PathHook):
-    """Calls :meth:`see`, which a subclass defines, with the tensors of some sites of one path's forwards.
+    """Calls :meth:`see`, which a subclass defines, with the tensors of some sites of one path's
+    forwards.
 
     Args:
         adapter: The model.
         places: The sites and layers.
-        positions: ``"all"``, or ``"newest"`` if :meth:`see` uses the newest row alone, so that no other is derived.
-        rows: How keys are aligned if a policy evicted rows. ``"whole"``: patterns are shown over all positions, and a cache site
-            is an error; ``"known"``: patterns too, and :meth:`see` aligns the cache sites by the rows that a :class:`Place`
-            names; ``"any"``: patterns and cache sites come as they are.
+        positions: ``"all"``, or ``"newest"`` if :meth:`see` uses the newest row alone, so that no
+            other is derived.
+        rows: How keys are aligned if a policy evicted rows. ``"whole"``: patterns are shown over
+            all positions, and a cache site is an error; ``"known"``: patterns too, and :meth:`see`
+            aligns the cache sites by the rows that a :class:`Place` names; ``"any"``: patterns and
+            cache sites come as they are.
 
     Raises:
         UnsupportedError: This kind of model cannot give a site.
     """
 
-    def __init__(self, adapter: Adapter, places: Iterable[Site], positions: str = "all", rows: str = "whole") -> None:
-        self._newest, self._align, self._whole = positions == "newest", rows != "any", rows == "whole"
+    def __init__(
+        self, adapter: Adapter, places: Iterable[Site], positions: str = "all", rows: str = "whole"
+    ) -> None:
+        self._newest, self._align, self._whole = (
+            positions == "newest",
+            rows != "any",
+            rows == "whole",
+        )
         self.listeners: dict[Site, Listener] = {}
         self._reads: dict[int, list[str]] = {}
         self._keys_before_rope: dict[int, list[Tensor]] = {}
@@ -94,15 +109,20 @@ class SiteHook(PathHook):
             site: Its name.
             layer: The layer.
             start: The absolute position of the first key of a cache site, 0 for other sites.
-            tensor: The path's own tensor, not a copy. Copy what you keep: some models go on computing in it (Falcon adds
-                attention to the MLP's output, Gemma 4 scales its stream).
+            tensor: The path's own tensor, not a copy. Copy what you keep: some models go on
+                computing in it (Falcon adds attention to the MLP's output, Gemma 4 scales its
+                stream).
         """
 
     def rows_left(self, place: Place, rows: Tensor) -> None:
-        """Called with the positions of a layer's rows where a policy may have let go of some, before its cache sites."""
+        """Called with the positions of a layer's rows where a policy may have let go of some,
+        before its cache sites.
+        """
 
     def begin_pass(self) -> None:
-        """Forgets the keys and rows of earlier positions, because a forward from position 0 follows."""
+        """Forgets the keys and rows of earlier positions, because a forward from position 0
+        follows.
+        """
         self._keys_before_rope.clear()
         self._rows.clear()
 
@@ -117,37 +137,59 @@ class SiteHook(PathHook):
             if site == "cache_k_pre" and self._rotated_in_cache:
                 pieces = self._keys_before_rope[place.layer]
                 gathered = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
-                rows = gathered[:, :, place.start :] if place.rows is None else gather_rows(gathered, place.rows)
+                rows = (
+                    gathered[:, :, place.start :]
+                    if place.rows is None
+                    else gather_rows(gathered, place.rows)
+                )
             else:
                 rows = values if site == "cache_v" else keys
             self._show(site, place.layer, place.start, rows)
 
     def _show(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
-        """Passes a tensor to :meth:`see`. On a model spread over several devices it is copied to the device of the tokens."""
+        """Passes a tensor to :meth:`see`. On a model spread over several devices it is copied to
+        the device of the tokens.
+        """
         if tensor.device != self._device:
             layout = LAYOUTS[site]
-            needed = tensor.narrow(layout.rows, -1, 1) if self._newest and layout.group != "cache" else tensor
+            needed = (
+                tensor.narrow(layout.rows, -1, 1)
+                if self._newest and layout.group != "cache"
+                else tensor
+            )
             tensor = needed.to(self._device)
         self.see(site, layer, start, tensor)
 
     def _listener(self, site: str, layer: int) -> Listener:
         def listener(tensor: Tensor) -> None:
-            self._show(site, layer, 0, self._aligned(site, layer, tensor) if layer in self._rows else tensor)
+            self._show(
+                site,
+                layer,
+                0,
+                self._aligned(site, layer, tensor) if layer in self._rows else tensor,
+            )
 
         # The adapter reads this attribute.
         listener.newest_row = self._newest  # type: ignore[attr-defined]
         return listener
 
     def _aligned(self, site: str, layer: int, tensor: Tensor) -> Tensor:
-        """Spreads a pattern over absolute positions if a policy evicted rows: those positions get no attention."""
+        """Spreads a pattern over absolute positions if a policy evicted rows: those positions get
+        no attention.
+        """
         place = self._rows[layer]
         if not LAYOUTS[site].keys or place.rows is None:
             return tensor
         group = tensor.shape[1] // place.rows.shape[1]
         rows = repeat(
-            place.rows, "batch kv_head key -> batch (kv_head group) query key", group=group, query=tensor.shape[2]
+            place.rows,
+            "batch kv_head key -> batch (kv_head group) query key",
+            group=group,
+            query=tensor.shape[2],
         )
-        whole = tensor.new_full((*tensor.shape[:3], place.stop), 0.0 if site == "pattern" else -torch.inf)
+        whole = tensor.new_full(
+            (*tensor.shape[:3], place.stop), 0.0 if site == "pattern" else -torch.inf
+        )
         return whole.scatter(3, rows, tensor)
 
     def _listen_to_cache(self, adapter: Adapter, site: str, layer: int) -> None:

@@ -1,4 +1,6 @@
-"""Tensors of a long run: packed in memory, written to disk in parts while the model runs, and read back one at a time."""
+"""Tensors of a long run: packed in memory, written to disk in parts while the model runs, and read
+back one at a time.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,10 @@ BLOCK = 4 * 2**20
 class Packing:
     """Copies small tensors into blocks of memory, one behind the other.
 
-    A decode step leaves some small tensors and frees buffers that the next step needs a little larger, such as the keys and
-    values of its cache. With small tensors of their own between them the freed places cannot be joined, and the process grows by
-    several times what is recorded (4 times at 2,048 tokens: ``benchmarks/generated.py``).
+    A decode step leaves some small tensors and frees buffers that the next step needs a little
+    larger, such as the keys and values of its cache. With small tensors of their own between them
+    the freed places cannot be joined, and the process grows by several times what is recorded (4
+    times at 2,048 tokens: ``benchmarks/generated.py``).
     """
 
     def __init__(self) -> None:
@@ -61,20 +64,25 @@ class Parts:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise InputError(f"into={str(folder)!r} is not empty: give a folder that is empty or does not exist yet.")
+            raise InputError(
+                f"into={str(folder)!r} is not empty: give a folder that is empty or does not exist yet."
+            )
         self._files: list[Path] = []
         self._part_of: dict[int, int] = {}
         self._open: tuple[int, Any] = (-1, None)
 
     def write(self, pieces: Mapping[Site, Sequence[Tensor]], numbers: Sequence[int]) -> None:
-        """Writes what some passes showed, ``pieces[place][number]`` for each of their numbers, as one part."""
+        """Writes what some passes showed, ``pieces[place][number]`` for each of their numbers, as
+        one part.
+        """
         file = self.folder / f"part-{len(self._files):05d}.safetensors"
         tensors = {
             f"{site}.{layer}.{number}": held[number].detach().cpu().contiguous()
             for (site, layer), held in pieces.items()
             for number in numbers
         }
-        # Written from the tensors themselves: their bytes as one string would be as much memory again.
+        # Written from the tensors themselves: their bytes as one string would be as much memory
+        #     again.
         write_whole(file, lambda opened: save_file(tensors, opened.name))
         self._part_of |= dict.fromkeys(numbers, len(self._files))
         self._files.append(file)

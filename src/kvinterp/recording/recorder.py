@@ -1,4 +1,6 @@
-"""The recorder: keeps the tensors of chosen sites, layers, heads, steps and positions, and nothing else."""
+"""The recorder: keeps the tensors of chosen sites, layers, heads, steps and positions, and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,14 @@ class Recorder(SiteHook):
 
     Args:
         adapter: The model.
-        sites: Names of sites, groups, or TransformerLens's hooks (``blocks.1.attn.hook_pattern``), as a list or
-            comma-separated.
+        sites: Names of sites, groups, or TransformerLens's hooks (``blocks.1.attn.hook_pattern``),
+            as a list or comma-separated.
         layers: Layers to keep (default: all).
         heads: Query heads to keep of q, z, attn_scores and pattern (default: all).
         kv_heads: KV heads to keep of k, v and the cache sites (default: all).
         steps: Decode steps to keep (default: all). Step 0 is the prefill.
-        positions: ``"newest"``, or -1 (the last query position; for cache sites the last key), or ``"all"``.
+        positions: ``"newest"``, or -1 (the last query position; for cache sites the last key), or
+            ``"all"``.
 
     Attributes:
         heads: The query heads that are kept; None for all.
@@ -60,11 +63,17 @@ class Recorder(SiteHook):
         steps: Iterable[int] | None = None,
         positions: Any = "newest",
     ) -> None:
-        check_instance("adapter", adapter, Adapter, "a model that kv.wrap() or kv.load_model() made")
+        check_instance(
+            "adapter", adapter, Adapter, "a model that kv.wrap() or kv.load_model() made"
+        )
         if whole_number(positions) == -1:
             positions = "newest"
         if positions not in ("newest", "all"):
-            raise unexpected("positions", positions, "'newest' or 'all', of which you then take the positions you want")
+            raise unexpected(
+                "positions",
+                positions,
+                "'newest' or 'all', of which you then take the positions you want",
+            )
         if positions == "all" and adapter.loops:
             raise UnsupportedError(
                 f"positions='all' was given, and blocks of {adapter.facts.name} run several times in a forward, so that a site "
@@ -73,7 +82,11 @@ class Recorder(SiteHook):
         self.adapter, self.positions = adapter, positions
         self.sites, places = places_of(adapter, sites, layers)
         self.derived = tuple(filter(adapter.derives, self.sites))
-        self.layers = tuple(sorted({layer for _, layer in places})) if places else chosen_layers(adapter, layers)
+        self.layers = (
+            tuple(sorted({layer for _, layer in places}))
+            if places
+            else chosen_layers(adapter, layers)
+        )
         self.steps = None if steps is None else frozenset(chosen_steps(steps))
         self.heads = chosen_heads(heads, adapter.facts.query_heads, "query head")
         self.kv_heads = chosen_heads(kv_heads, adapter.facts.kv_heads, "KV head")
@@ -108,7 +121,9 @@ class Recorder(SiteHook):
     def end_step(self) -> None:
         """Joins the pieces of one step; a chunked prefill shows a site once a chunk."""
         for place, pieces in self._pieces.items():
-            self.kept.setdefault(place, []).append(pieces[0] if len(pieces) == 1 else self._joined(place[0], pieces))
+            self.kept.setdefault(place, []).append(
+                pieces[0] if len(pieces) == 1 else self._joined(place[0], pieces)
+            )
         self._pieces = {}
         self._on = False
 
@@ -147,8 +162,16 @@ class Recorder(SiteHook):
         # A piece's newest key belongs to its newest query; a sliding window drops the oldest keys.
         ends = list(itertools.accumulate(piece.shape[2] for piece in pieces))
         fill = 0.0 if site == "pattern" else -torch.inf
-        padding = [(end - piece.shape[3], ends[-1] - end) for piece, end in zip(pieces, ends, strict=True)]
-        return torch.cat([nn.functional.pad(p, widths, value=fill) for p, widths in zip(pieces, padding, strict=True)], 2)
+        padding = [
+            (end - piece.shape[3], ends[-1] - end) for piece, end in zip(pieces, ends, strict=True)
+        ]
+        return torch.cat(
+            [
+                nn.functional.pad(p, widths, value=fill)
+                for p, widths in zip(pieces, padding, strict=True)
+            ],
+            2,
+        )
 
     def keys(self) -> list[Site]:
         """The keys of :meth:`__getitem__`: the sites and layers that are kept."""
@@ -183,18 +206,24 @@ class Recorder(SiteHook):
         return place
 
     def __getitem__(self, place: Site | str) -> Tensor:
-        """Returns a site at a layer (-1: the last), or a hook or module by its name, with the batch first.
+        """Returns a site at a layer (-1: the last), or a hook or module by its name, with the batch
+        first.
 
-        After one forward it is that forward's tensor. Several forwards are stacked, ``[forward, batch, ...]``, and ragged lengths
-        padded with NaN (positions with -1). :attr:`kept` has them one by one.
+        After one forward it is that forward's tensor. Several forwards are stacked,
+        ``[forward, batch, ...]``, and ragged lengths padded with NaN (positions with -1).
+        :attr:`kept` has them one by one.
         """
         place = cast(Site, self._place(place))
         if place not in self.kept:
             have = ", ".join(f"({s!r}, {layer})" for s, layer in self.kept)
-            raise InputError(f"nothing was recorded as {shown(place)}: expected a site and a layer, one of {have}.")
+            raise InputError(
+                f"nothing was recorded as {shown(place)}: expected a site and a layer, one of {have}."
+            )
         tensors = self.kept[place]
         if not tensors:
-            raise InputError(f"{shown(place)} was recorded of no forward yet: run the model within kv.record(...) first.")
+            raise InputError(
+                f"{shown(place)} was recorded of no forward yet: run the model within kv.record(...) first."
+            )
         return tensors[0] if len(tensors) == 1 else stacked(tensors)
 
     def stack_activation(self, site: str, layer: int = -1) -> Tensor:
@@ -210,11 +239,13 @@ class Recorder(SiteHook):
         return torch.stack([self[name, at] for at in layers or [0]])
 
     def to_activation_cache(self, forward: int = -1, model: Any = None) -> Any:
-        """Returns one forward as TransformerLens's ``ActivationCache``, by the names of its hooks, with the batch.
+        """Returns one forward as TransformerLens's ``ActivationCache``, by the names of its hooks,
+        with the batch.
 
         Args:
             forward: The number of the forward; by default the last.
-            model: The model that some methods of the cache need; by default the one that was recorded.
+            model: The model that some methods of the cache need; by default the one that was
+                recorded.
 
         Raises:
             InputError: No such forward was recorded, or no recorded site has a hook.

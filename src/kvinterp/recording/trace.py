@@ -38,7 +38,8 @@ class Trace:
         path: The path's text form.
         prompt: Token ids of the prompt.
         tokens: The token ids that the path chose, one a step; the prefill decides that of step 0.
-        fed: The token ids that the path was fed from step 1 on; ``tokens`` itself unless another path led.
+        fed: The token ids that the path was fed from step 1 on; ``tokens`` itself unless another
+            path led.
         records: For each site and layer one tensor a recorded step, without the batch dimension.
         steps: The recorded steps.
         logits: ``[step, vocab]``, with ``logits="keep"``.
@@ -48,8 +49,9 @@ class Trace:
         heads: The query heads in the records, in their order; None for all.
         kv_heads: The KV heads in the records, in their order; None for all.
         derived: The sites that were computed beside a kernel that does not show them (SDPA).
-        ids: For a trace made of arrays ``[column]`` or ``[step, column]``: the tokens whose log-probs ``logits`` holds, NaN
-            where none is given. None if ``logits`` holds logits of the whole vocabulary.
+        ids: For a trace made of arrays ``[column]`` or ``[step, column]``: the tokens whose
+            log-probs ``logits`` holds, NaN where none is given. None if ``logits`` holds logits of
+            the whole vocabulary.
     """
 
     path: str
@@ -67,7 +69,9 @@ class Trace:
     derived: tuple[str, ...] = ()
     ids: Int[Tensor, "*step column"] | None = None
     model: ClassVar[Any] = staticmethod(lambda: None)
-    """The model that made it, while it lives in this process; none of a trace that was read or made of arrays."""
+    """The model that made it, while it lives in this process; none of a trace that was read or made
+    of arrays.
+    """
 
     @classmethod
     def from_arrays(
@@ -85,12 +89,13 @@ class Trace:
         Args:
             prompt: Token ids.
             tokens: Token ids after the prompt, one a step.
-            values: ``[step, vocabulary]``, log-probs in nats or logits, or with ``ids`` ``[step, k]``, log-probs of the k
-                likeliest tokens. NaN and values of at most -9000 count as not given.
+            values: ``[step, vocabulary]``, log-probs in nats or logits, or with ``ids``
+                ``[step, k]``, log-probs of the k likeliest tokens. NaN and values of at most -9000
+                count as not given.
             ids: ``[step, k]``, the token of each value; None for the whole vocabulary.
             path: The name of the path.
-            hidden: Activations at the newest position, a row a step: by site and layer, ``{("resid_post", 3): [step, width]}``,
-                or by TransformerLens's hook.
+            hidden: Activations at the newest position, a row a step: by site and layer,
+                ``{("resid_post", 3): [step, width]}``, or by TransformerLens's hook.
             **declared: Provenance, such as ``model="..."`` and ``dtype="float16"``.
 
         Raises:
@@ -113,10 +118,16 @@ class Trace:
                 f"{len(prompt)} prompt tokens, {len(tokens)} more and values of shape {tuple(rows.shape)} were given: expected "
                 "values [step, vocabulary], or [step, k] with ids, a row for each token behind the prompt."
             )
-        if ids is not None and (columns.shape != rows.shape or columns.is_floating_point() or bool((columns < 0).any())):
-            raise InputError(f"ids of shape {tuple(columns.shape)} were given: expected a token id for each value.")
+        if ids is not None and (
+            columns.shape != rows.shape or columns.is_floating_point() or bool((columns < 0).any())
+        ):
+            raise InputError(
+                f"ids of shape {tuple(columns.shape)} were given: expected a token id for each value."
+            )
         if ids is not None and bool((columns.sort(-1).values.diff(dim=-1) == 0).any()):
-            raise InputError("ids has a token twice in one row: expected each once, with its own value.")
+            raise InputError(
+                "ids has a token twice in one row: expected each once, with its own value."
+            )
         present = (rows > MISSING) & (rows < LARGEST)
         # Columns that are this low in every row pad the vocabulary.
         pads = (rows <= MISSING) & ((rows <= MISSING).all(0) | (rows == -torch.inf)) & (ids is None)
@@ -125,15 +136,30 @@ class Trace:
         rows = rows.masked_fill(~present, torch.nan)
         if why := positive(rows.numpy()):
             raise InputError(f"{why} Give log-probs, or the logits of the whole vocabulary.")
-        records = {cast(Site, place_of(place)): [*_array(tensor)] for place, tensor in (hidden or {}).items()}
+        records = {
+            cast(Site, place_of(place)): [*_array(tensor)]
+            for place, tensor in (hidden or {}).items()
+        }
         if wrong := [
-            place for place, record in records.items() if len(record) != len(tokens) or not isinstance(place, tuple)
+            place
+            for place, record in records.items()
+            if len(record) != len(tokens) or not isinstance(place, tuple)
         ]:
             raise InputError(
                 f"hidden[{shown(wrong[0])}] does not fit {len(tokens)} tokens: expected a row for each, by site and layer."
             )
         steps = tuple(range(len(tokens))) if records else ()
-        return cls(path, prompt, tokens, tokens[:-1], records, steps, rows, provenance=declared, ids=columns)
+        return cls(
+            path,
+            prompt,
+            tokens,
+            tokens[:-1],
+            records,
+            steps,
+            rows,
+            provenance=declared,
+            ids=columns,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves the model out, which belongs to this process."""
@@ -143,20 +169,28 @@ class Trace:
         """Names the model, the path, the size and the records in one line."""
         names = sorted({site for site, _ in self.records})
         sites = [f"{name} (derived)" if name in self.derived else name for name in names]
-        records = f"{', '.join(sites)} of {len({layer for _, layer in self.records})} layers" if sites else "no records"
+        records = (
+            f"{', '.join(sites)} of {len({layer for _, layer in self.records})} layers"
+            if sites
+            else "no records"
+        )
         path = ", ".join(filter(None, (models_of([self.provenance]), f"path {self.path}")))
         return f"<Trace of {path}: {len(self.prompt)} prompt tokens, {len(self.tokens)} steps, {records}>"
 
     def __getitem__(self, place: Site | str) -> Tensor:
-        """Returns one site at one layer, stacked over the recorded steps; ragged lengths are padded with NaN (positions with -1).
+        """Returns one site at one layer, stacked over the recorded steps; ragged lengths are padded
+        with NaN (positions with -1).
 
         Args:
-            place: A site and a layer, ``("pattern", 1)``, or a hook's name, ``"blocks.1.attn.hook_pattern"``.
+            place: A site and a layer, ``("pattern", 1)``, or a hook's name,
+                ``"blocks.1.attn.hook_pattern"``.
         """
         place = cast(Site, place_of(place))
         if place not in self.records:
             layers = Counter(site for site, _ in self.records)
-            have = [f"{site} of {counted(count, 'layer')}" for site, count in sorted(layers.items())] or ["nothing"]
+            have = [
+                f"{site} of {counted(count, 'layer')}" for site, count in sorted(layers.items())
+            ] or ["nothing"]
             raise InputError(
                 f"this trace holds no {shown(place)}: it recorded {', '.join(have)}; ask for a site and a layer, as in "
                 "trace['pattern', 1]."
@@ -168,11 +202,12 @@ class Trace:
         return stacked(self.records[place])
 
     def to_activation_cache(self, step: int | None = None, model: Any = None) -> Any:
-        """Returns one step as TransformerLens's ``ActivationCache``, by the names of its hooks, with a batch of one.
+        """Returns one step as TransformerLens's ``ActivationCache``, by the names of its hooks,
+        with a batch of one.
 
-        If a cached path recorded ``positions="all"`` at every step, the rows of earlier steps come first, so that there is a row
-        for each position; scores and patterns are those of the step's own queries. Sites of the KV cache have no hook and are
-        left out.
+        If a cached path recorded ``positions="all"`` at every step, the rows of earlier steps come
+        first, so that there is a row for each position; scores and patterns are those of the step's
+        own queries. Sites of the KV cache have no hook and are left out.
 
         Args:
             step: The step; by default the last recorded.
@@ -201,21 +236,31 @@ class Trace:
     @property
     def kept_bytes(self) -> int:
         """Bytes of records and logits."""
-        tensors = [t for record in self.records.values() for t in record] + ([] if self.logits is None else [self.logits])
+        tensors = [t for record in self.records.values() for t in record] + (
+            [] if self.logits is None else [self.logits]
+        )
         return sum(t.nbytes for t in tensors)
 
     def save(self, folder: str | Path) -> Path:
-        """Writes ``trace.safetensors`` and ``trace.json`` into a folder. A killed run leaves no half file."""
+        """Writes ``trace.safetensors`` and ``trace.json`` into a folder. A killed run leaves no
+        half file.
+        """
         target = Path(folder)
         given = {"logits": self.logits, "ids": self.ids}
-        tensors = {name: tensor.contiguous().cpu() for name, tensor in given.items() if tensor is not None}
+        tensors = {
+            name: tensor.contiguous().cpu() for name, tensor in given.items() if tensor is not None
+        }
         for (site, layer), record in self.records.items():
             if len({t.shape for t in record}) == 1:
                 tensors[f"{site}.{layer}"] = torch.stack(record).cpu()
             else:
-                tensors |= {f"{site}.{layer}.{step}": t.contiguous().cpu() for step, t in enumerate(record)}
+                tensors |= {
+                    f"{site}.{layer}.{step}": t.contiguous().cpu() for step, t in enumerate(record)
+                }
         about = {
-            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("records", "logits", "ids")
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in ("records", "logits", "ids")
         }
         about["places"] = [list(place) for place in self.records]
         write_whole(target / _TENSORS, save(tensors))
@@ -233,21 +278,36 @@ class Trace:
         source = Path(folder)
         for name in (_ABOUT, _TENSORS):
             if not is_file(source / name):
-                raise InputError(f"folder {str(source)!r} holds no {name}: give a folder that Trace.save wrote.")
+                raise InputError(
+                    f"folder {str(source)!r} holds no {name}: give a folder that Trace.save wrote."
+                )
         try:
-            about, tensors = json.loads(bytes_of(source / _ABOUT)), load(bytes_of(source / _TENSORS))
+            about, tensors = (
+                json.loads(bytes_of(source / _ABOUT)),
+                load(bytes_of(source / _TENSORS)),
+            )
             about |= {name: tuple(about[name]) for name in ("prompt", "tokens", "fed", "steps")}
-            about |= {name: tuple(about[name]) for name in ("heads", "kv_heads", "derived") if about.get(name) is not None}
+            about |= {
+                name: tuple(about[name])
+                for name in ("heads", "kv_heads", "derived")
+                if about.get(name) is not None
+            }
             logits, ids = (tensors.pop(name, None) for name in ("logits", "ids"))
-            records: dict[Site, dict[int, Tensor]] = {(site, layer): {} for site, layer in about.pop("places", ())}
+            records: dict[Site, dict[int, Tensor]] = {
+                (site, layer): {} for site, layer in about.pop("places", ())
+            }
             for name, tensor in tensors.items():
                 site, layer, *step = name.split(".")
                 pieces = {int(step[0]): tensor} if step else dict(enumerate(tensor.unbind(0)))
                 records.setdefault((site, int(layer)), {}).update(pieces)
-            lists = {place: [record[i] for i in sorted(record)] for place, record in records.items()}
+            lists = {
+                place: [record[i] for i in sorted(record)] for place, record in records.items()
+            }
             return cls(**about, records=lists, logits=logits, ids=ids)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise InputError(f"folder {str(source)!r} holds no readable trace ({error}): save it again.") from error
+            raise InputError(
+                f"folder {str(source)!r} holds no readable trace ({error}): save it again."
+            ) from error
 
 
 def _array(values: Any) -> Tensor:
@@ -255,11 +315,15 @@ def _array(values: Any) -> Tensor:
 
 
 def stacked(tensors: list[Tensor]) -> Tensor:
-    """Stacks tensors, padding each axis to the longest with NaN, and positions (whole numbers) with -1."""
+    """Stacks tensors, padding each axis to the longest with NaN, and positions (whole numbers) with
+    -1.
+    """
     if len({t.shape for t in tensors}) == 1:
         return torch.stack(tensors)
     shape = [max(sizes) for sizes in zip(*(t.shape for t in tensors), strict=True)]
-    stack = tensors[0].new_full((len(tensors), *shape), torch.nan if tensors[0].is_floating_point() else -1)
+    stack = tensors[0].new_full(
+        (len(tensors), *shape), torch.nan if tensors[0].is_floating_point() else -1
+    )
     for row, tensor in zip(stack, tensors, strict=True):
         row[tuple(slice(size) for size in tensor.shape)] = tensor
     return stack

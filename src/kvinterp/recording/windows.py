@@ -1,4 +1,6 @@
-"""The positions of a text that are kept: all, the generated ones, the last ones, every n-th, or given ones."""
+"""The positions of a text that are kept: all, the generated ones, the last ones, every n-th, or
+given ones.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,7 @@ from kvinterp.errors import unexpected
 from kvinterp.models.inputs import token_ids
 
 _FORM = re.compile(r"(last|every)\(\s*(\d+)\s*\)")
-EXPECTED = (
-    "'newest', 'all', 'generated', 'last(64)', 'every(16)', or a list of positions in the text, such as range(10, 20)"
-)
+EXPECTED = "'newest', 'all', 'generated', 'last(64)', 'every(16)', or a list of positions in the text, such as range(10, 20)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,9 @@ class Window:
             return position % self.count == 0
         return self.kind != "given" or position in self.given
 
-    def columns(self, first: int, stop: int, prompt_length: int, pads: Sequence[int]) -> tuple[int, ...] | None:
+    def columns(
+        self, first: int, stop: int, prompt_length: int, pads: Sequence[int]
+    ) -> tuple[int, ...] | None:
         """The columns of a batch that some row keeps.
 
         Args:
@@ -55,7 +57,11 @@ class Window:
             return None
         first = max(first, stop - self.count) if self.kind == "last" else first
         different = sorted(set(pads))
-        return tuple(at for at in range(first, stop) if any(self.holds(at - pad, prompt_length - pad) for pad in different))
+        return tuple(
+            at
+            for at in range(first, stop)
+            if any(self.holds(at - pad, prompt_length - pad) for pad in different)
+        )
 
 
 def window_of(positions: Any) -> Window | None:

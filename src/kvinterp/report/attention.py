@@ -1,7 +1,9 @@
-"""Compares the attention of two paths side by side: each head's pattern on both paths and their difference, drawn by circuitsvis.
+"""Compares the attention of two paths side by side: each head's pattern on both paths and their
+difference, drawn by circuitsvis.
 
-circuitsvis draws one pattern at a time, and loads its code from a network or puts 1.3 MB of it into every figure. Here one
-page has its code once and every head three times; :mod:`kvinterp.report.attention_page` makes the page.
+circuitsvis draws one pattern at a time, and loads its code from a network or puts 1.3 MB of it into
+every figure. Here one page has its code once and every head three times;
+:mod:`kvinterp.report.attention_page` makes the page.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp import metrics
-from kvinterp.common.checks import among, check_choice, check_text, check_unread, check_whole, given_list
+from kvinterp.common.checks import (
+    among,
+    check_choice,
+    check_text,
+    check_unread,
+    check_whole,
+    given_list,
+)
 from kvinterp.common.numbers import counted, number
 from kvinterp.common.store import write_whole
 from kvinterp.comparison import Comparison
@@ -33,7 +42,8 @@ Square = Float[Tensor, "head query key"]
 
 #: Positions of a whole generation that are shown unless fewer were asked for.
 _WHOLE = 160
-#: Cells the browser draws without a wait: 32 heads, three patterns each, 48 positions a side, and a little.
+#: Cells the browser draws without a wait: 32 heads, three patterns each, 48 positions a side, and a
+#      little.
 _CELLS = 240_000
 
 
@@ -41,11 +51,13 @@ _CELLS = 240_000
 class AttentionComparison:
     """The patterns of two paths at one step, as a page.
 
-    A notebook shows the page in a frame that cannot reach the notebook; :meth:`save` writes the same page as one file.
+    A notebook shows the page in a frame that cannot reach the notebook; :meth:`save` writes the
+    same page as one file.
 
     Attributes:
-        heads: One row for each head that was compared, the largest KL first: layer, head, kl (of the newest row, in nats),
-            largest_row_kl, largest_row (its position), largest_difference (of any probability), shown.
+        heads: One row for each head that was compared, the largest KL first: layer, head, kl (of
+            the newest row, in nats), largest_row_kl, largest_row (its position), largest_difference
+            (of any probability), shown.
         page: The page.
     """
 
@@ -85,41 +97,48 @@ def attention_comparison(
     cells: int = 48,
     fit: str = "crop",
 ) -> AttentionComparison:
-    """Shows the attention of two paths at one step side by side, and their difference, for every head.
+    """Shows the attention of two paths at one step side by side, and their difference, for every
+    head.
 
-    A path that recomputes has all its rows at every step. A cached path computes one row per step, so its pattern is assembled
-    from the prefill's rows and the row of each later step: each row is the one that the path used when it wrote the position.
-    Both paths are fed the same tokens.
+    A path that recomputes has all its rows at every step. A cached path computes one row per step,
+    so its pattern is assembled from the prefill's rows and the row of each later step: each row is
+    the one that the path used when it wrote the position. Both paths are fed the same tokens.
 
     Four ways to call it: ``attention_comparison(model, prompt, step=5)`` runs both paths;
-    ``attention_comparison(comparison, step=5)`` runs the paths of a comparison again (a comparison that was read from disk also
-    needs the prompt and ``model=``);
-    ``attention_comparison(text)`` takes what :func:`kvinterp.generated` returned with ``"pattern"``, and shows the attention of
-    the whole generation beside that of one forward over the finished text;
-    ``attention_comparison(trace_a, trace_b, step=5)`` takes two traces of ``run(..., record="pattern", positions="all")``, or two
-    ``ActivationCache`` of TransformerLens, which hold one forward each and have no step.
+    ``attention_comparison(comparison, step=5)`` runs the paths of a comparison again (a comparison
+    that was read from disk also needs the prompt and ``model=``);
+    ``attention_comparison(text)`` takes what :func:`kvinterp.generated` returned with
+    ``"pattern"``, and shows the attention of the whole generation beside that of one forward over
+    the finished text; ``attention_comparison(trace_a, trace_b, step=5)`` takes two traces of
+    ``run(..., record="pattern", positions="all")``, or two ``ActivationCache`` of TransformerLens,
+    which hold one forward each and have no step.
 
     Args:
-        source: A model or adapter, a comparison in the matched protocol, a generation, or the first trace.
+        source: A model or adapter, a comparison in the matched protocol, a generation, or the first
+            trace.
         other: The prompt, or the second trace.
         step: The decode step; 0 is the prefill.
         layers: Layers to compare (default: all).
         heads: Query heads to compare in every layer (default: all).
-        a: The first path; the tokens are those it chooses greedily. A comparison brings its own paths and tokens.
+        a: The first path; the tokens are those it chooses greedily. A comparison brings its own
+            paths and tokens.
         b: The second path.
         model: The model, for a comparison; for traces it gives the text of the tokens.
         example: The example of the comparison.
         tokens: Text of each position, for traces without a model (default: token ids).
-        most: The largest number of heads to show, those with the largest KL first (default: as many as a browser draws
-            without a wait).
+        most: The largest number of heads to show, those with the largest KL first (default: as many
+            as a browser draws without a wait).
         positions: Positions ``(start, stop)`` to show.
         cells: The largest number of rows and columns to show, where positions are not given.
-        fit: How a longer context is reduced to ``cells``: ``"crop"`` shows the newest positions; ``"pool"`` shows all, in
-            blocks of neighbours (attention to a block summed over its keys, averaged over its queries).
+        fit: How a longer context is reduced to ``cells``: ``"crop"`` shows the newest positions;
+            ``"pool"`` shows all, in blocks of neighbours (attention to a block summed over its
+            keys, averaged over its queries).
 
     Raises:
-        InputError: A step, layer, head or position does not exist, or the two sides have different tokens.
-        UnsupportedError: The pattern cannot be derived (flash attention), or a path keeps too little of it.
+        InputError: A step, layer, head or position does not exist, or the two sides have different
+            tokens.
+        UnsupportedError: The pattern cannot be derived (flash attention), or a path keeps too
+            little of it.
     """
     choices: dict[str, tuple[Any, Any]] = {
         "step": (step, None),
@@ -136,7 +155,10 @@ def attention_comparison(
         )
         source, other, step = _trace_of(source), _trace_of(other), 0
     elif isinstance(source, Generation):
-        unread, why = ("step", "a", "b", "model", "example"), "a generation is shown whole, beside its recomputation"
+        unread, why = (
+            ("step", "a", "b", "model", "example"),
+            "a generation is shown whole, beside its recomputation",
+        )
         source, other, step, model = _beside_recomputation(source, layers)
         cells = max(cells, min(len(source.prompt) + step, _WHOLE))
     elif isinstance(source, Trace):
@@ -155,7 +177,12 @@ def attention_comparison(
         raise InputError(
             "no step was given: give step=..., such as step=5; 0 is the prefill, which is the same on most paths."
         )
-    for name, value, least in (("step", step, 0), ("cells", cells, 2), ("most", most, 1), ("example", example, 0)):
+    for name, value, least in (
+        ("step", step, 0),
+        ("cells", cells, 2),
+        ("most", most, 1),
+        ("example", example, 0),
+    ):
         if value is not None:
             check_whole(name, value, least)
     layers, heads = ([value] if isinstance(value, int) else value for value in (layers, heads))
@@ -165,19 +192,26 @@ def attention_comparison(
         if isinstance(source, Comparison):
             adapter, prompt, paths, fed = _rerun(source, model, other, example, step)
         elif other is None:
-            raise InputError("no prompt was given: call attention_comparison(model, prompt, step=...).")
+            raise InputError(
+                "no prompt was given: call attention_comparison(model, prompt, step=...)."
+            )
         else:
             adapter, prompt, paths, fed = wrap(source), other, (path_named(a), path_named(b)), None
         # The traces hold the layers that were asked for.
         pair, layers = _run_both(adapter, prompt, paths, fed, step, layers), None
     ids = _tokens_fed(*pair, step)
     if tokens is not None:
-        texts = [check_text("tokens", text, "['2', ' +']") for text in given_list("tokens", tokens, "a list of texts")]
+        texts = [
+            check_text("tokens", text, "['2', ' +']")
+            for text in given_list("tokens", tokens, "a list of texts")
+        ]
     else:
         texts = [str(text) for text in ids] if adapter is None else adapter.pieces(ids)
     names = [readable(text) for text in texts]
     if len(names) != len(ids):
-        raise InputError(f"{len(names)} tokens were given for {len(ids)} positions: give the text of each position.")
+        raise InputError(
+            f"{len(names)} tokens were given for {len(ids)} positions: give the text of each position."
+        )
     view = View.choose(len(ids), positions, cells, fit)
     shown_heads: list[ShownHead] = []
     with located(f"step {step}"):
@@ -186,9 +220,13 @@ def attention_comparison(
             shown_heads += _compare_heads(layer, first, second, heads, view)
     shown_heads.sort(key=lambda head: (-head.row["kl"], head.row["layer"], head.row["head"]))
     room = max(_CELLS // (3 * len(view.starts) ** 2), 1) if most is None else most
-    table = pd.DataFrame([{**head.row, "shown": place < room} for place, head in enumerate(shown_heads)])
+    table = pd.DataFrame(
+        [{**head.row, "shown": place < room} for place, head in enumerate(shown_heads)]
+    )
     found = finding_of(table, step, *(trace.path for trace in pair))
-    return AttentionComparison(table, AttentionPage(pair, step, len(shown_heads), view, names, shown_heads[:room], found))
+    return AttentionComparison(
+        table, AttentionPage(pair, step, len(shown_heads), view, names, shown_heads[:room], found)
+    )
 
 
 def finding_of(heads: pd.DataFrame, step: int, a: str, b: str) -> str:
@@ -211,7 +249,7 @@ def finding_of(heads: pd.DataFrame, step: int, a: str, b: str) -> str:
     )
 
 
-# The patterns ----------------------------------------------------------------------------------------------------------
+# The patterns -------------------------------------------------------------------------------------
 
 
 def _run_both(
@@ -248,8 +286,12 @@ def _run_both(
     return first, record(paths[1], first.fed)
 
 
-def _beside_recomputation(text: Generation, layers: int | Sequence[int] | None) -> tuple[Trace, Trace, int, Adapter]:
-    """A generation as a trace, one forward over its finished text, the last step of both, and the model."""
+def _beside_recomputation(
+    text: Generation, layers: int | Sequence[int] | None
+) -> tuple[Trace, Trace, int, Adapter]:
+    """A generation as a trace, one forward over its finished text, the last step of both, and the
+    model.
+    """
     if text.adapter is None or not any(site == "pattern" for site, _ in text.records):
         raise InputError(
             "this generation has no pattern, or no model: give one of kv.generated(model, prompt, 'pattern'), or load it with "
@@ -265,14 +307,20 @@ def _beside_recomputation(text: Generation, layers: int | Sequence[int] | None) 
     return written, other, last, text.adapter
 
 
-def _rerun(comparison: Comparison, model: Any, prompt: Any, example: int, step: int) -> tuple[Adapter, Any, Any, Any]:
-    """The model, the prompt, the paths and the tokens of an example: the user's, or else those that the comparison still has."""
+def _rerun(
+    comparison: Comparison, model: Any, prompt: Any, example: int, step: int
+) -> tuple[Adapter, Any, Any, Any]:
+    """The model, the prompt, the paths and the tokens of an example: the user's, or else those that
+    the comparison still has.
+    """
     origin, provenance = comparison.origin, comparison.provenance
     if model is None and origin is not None:
         model = origin.adapter()
     if prompt is None and origin is not None:
         if example not in origin.prompts:
-            raise InputError(f"example {example} does not exist: the comparison has {', '.join(map(str, origin.prompts))}.")
+            raise InputError(
+                f"example {example} does not exist: the comparison has {', '.join(map(str, origin.prompts))}."
+            )
         prompt = origin.prompts[example]
     if model is None or prompt is None:
         raise InputError(
@@ -281,7 +329,9 @@ def _rerun(comparison: Comparison, model: Any, prompt: Any, example: int, step: 
         )
     adapter = wrap(model)
     if provenance["protocol"] != "matched":
-        raise InputError("after a flip the free protocol compares two texts: compare with protocol='matched'.")
+        raise InputError(
+            "after a flip the free protocol compares two texts: compare with protocol='matched'."
+        )
     if (provenance["weights"], provenance["kind"]) != (adapter.fingerprint(), adapter.kind):
         raise InputError(
             f"the comparison was made on {provenance['model']} ({provenance['kind']}) with other weights than this "
@@ -290,7 +340,9 @@ def _rerun(comparison: Comparison, model: Any, prompt: Any, example: int, step: 
     steps = comparison.steps[comparison.steps["example"] == example].sort_values("step")
     if step not in steps["step"].tolist():
         have = f"steps 0 to {steps['step'].max()}" if len(steps) else "no steps"
-        raise InputError(f"step {step} of example {example} does not exist: the comparison has {have} of it.")
+        raise InputError(
+            f"step {step} of example {example} does not exist: the comparison has {have} of it."
+        )
     row = comparison.examples.set_index("example").loc[example]
     length = len(encode(adapter, prompt, step + 1))
     if length != row["prompt_tokens"]:
@@ -298,7 +350,8 @@ def _rerun(comparison: Comparison, model: Any, prompt: Any, example: int, step: 
             f"example {example} of the comparison has {row['prompt_tokens']} tokens and this prompt {length}: give the "
             "prompt it was made on."
         )
-    # Paths of a comparison made in this process are the user's own; a file may come from anybody, so it may import nothing.
+    # Paths of a comparison made in this process are the user's own; a file may come from anybody,
+    # so it may import nothing.
     read = path_read if origin is None else path_named
     paths = tuple(read(provenance["paths"][side]) for side in "ab")
     return adapter, prompt, paths, steps["token_a"].tolist()[:step]
@@ -307,8 +360,12 @@ def _rerun(comparison: Comparison, model: Any, prompt: Any, example: int, step: 
 def _trace_of(cache: Any) -> Trace:
     """Makes a trace of one of TransformerLens's caches, with positions in the place of tokens."""
     if not is_activation_cache(cache):
-        raise InputError(f"one ActivationCache and a {type(cache).__name__} were given: expected two caches.")
-    records = {place: [tensor] for place, tensor in records_of(cache).items() if place[0] == "pattern"}
+        raise InputError(
+            f"one ActivationCache and a {type(cache).__name__} were given: expected two caches."
+        )
+    records = {
+        place: [tensor] for place, tensor in records_of(cache).items() if place[0] == "pattern"
+    }
     if not records:
         raise InputError("a cache holds no attn.hook_pattern: let run_with_cache keep it.")
     rows, keys = next(iter(records.values()))[0].shape[1:]
@@ -320,20 +377,23 @@ def _trace_of(cache: Any) -> Trace:
 
 
 def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
-    """Assembles the attention of every query position at a step from the rows that the path computed.
+    """Assembles the attention of every query position at a step from the rows that the path
+    computed.
 
     Args:
-        trace: A trace of ``run(..., record="pattern", positions="all")``: for a path that recomputes with that step, for a
-            cached path with every step up to it.
+        trace: A trace of ``run(..., record="pattern", positions="all")``: for a path that
+            recomputes with that step, for a cached path with every step up to it.
         layer: The layer.
         step: The decode step.
 
     Returns:
-        Probabilities ``[head, query, key]``, queries and keys by absolute position, in the dtype of the path.
+        Probabilities ``[head, query, key]``, queries and keys by absolute position, in the dtype of
+        the path.
 
     Raises:
         InputError: The trace does not have these rows.
-        UnsupportedError: A chunked path with a sliding window showed too few keys to place its rows.
+        UnsupportedError: A chunked path with a sliding window showed too few keys to place its
+            rows.
     """
     if ("pattern", layer) not in trace.records:
         have = ", ".join(sorted({f"{site} at {at}" for site, at in trace.records})) or "nothing"
@@ -343,13 +403,19 @@ def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
     patterns = dict(zip(trace.steps, trace.records["pattern", layer], strict=True))
     length = len(trace.prompt) + step
     if step not in patterns:
-        raise InputError(f"the {trace.path} trace did not record step {step}: record it, and the steps before it.")
+        raise InputError(
+            f"the {trace.path} trace did not record step {step}: record it, and the steps before it."
+        )
     if patterns[step].dim() != 3:
-        raise InputError(f"the {trace.path} trace holds the newest row only: run with record='pattern', positions='all'.")
+        raise InputError(
+            f"the {trace.path} trace holds the newest row only: run with record='pattern', positions='all'."
+        )
     needed = [step] if patterns[step].shape[1] == length else list(range(step + 1))
     missing = next((number for number in needed if number not in patterns), None)
     if missing is not None:
-        raise InputError(f"the {trace.path} trace did not record step {missing}, whose row is needed: record every step.")
+        raise InputError(
+            f"the {trace.path} trace did not record step {missing}, whose row is needed: record every step."
+        )
     square = patterns[step].new_zeros(patterns[step].shape[0], length, length)
     for earlier in needed:
         rows, end = patterns[earlier], len(trace.prompt) + earlier
@@ -366,14 +432,18 @@ def assembled_pattern(trace: Trace, layer: int, step: int) -> Square:
 def _tokens_fed(a: Trace, b: Any, step: int) -> list[int]:
     """The tokens up to a step, after a check that both sides are traces that were fed the same."""
     if not isinstance(b, Trace):
-        raise InputError(f"one trace and a {type(b).__name__} were given: expected two traces of the same prompt.")
+        raise InputError(
+            f"one trace and a {type(b).__name__} were given: expected two traces of the same prompt."
+        )
     if a.prompt != b.prompt:
         raise InputError(
             f"the two sides have different prompts ({len(a.prompt)} and {len(b.prompt)} tokens): give the same one."
         )
     for trace in (a, b):
         if len(trace.fed) < step:
-            raise InputError(f"the {trace.path} trace ends at step {len(trace.fed)}, before step {step}: run more steps.")
+            raise InputError(
+                f"the {trace.path} trace ends at step {len(trace.fed)}, before step {step}: run more steps."
+            )
     if a.fed[:step] != b.fed[:step]:
         raise InputError(
             f"the traces were fed different tokens before step {step}, so their rows belong to different texts: run the "
@@ -387,15 +457,25 @@ def _layers_to_compare(trace: Trace, layers: Sequence[int] | None) -> Sequence[i
     if not recorded:
         raise InputError("a trace holds no pattern: run with record='pattern', positions='all'.")
     end = recorded[-1] + 1
-    return recorded if layers is None else [number % end for number in among("layers", layers, range(-end, end))]
+    return (
+        recorded
+        if layers is None
+        else [number % end for number in among("layers", layers, range(-end, end))]
+    )
 
 
-def _compare_heads(layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: View) -> list[ShownHead]:
+def _compare_heads(
+    layer: int, a: Square, b: Square, heads: Sequence[int] | None, view: View
+) -> list[ShownHead]:
     if a.shape != b.shape:
-        raise InputError(f"the patterns of layer {layer} have shapes {tuple(a.shape)} and {tuple(b.shape)}: record alike.")
+        raise InputError(
+            f"the patterns of layer {layer} have shapes {tuple(a.shape)} and {tuple(b.shape)}: record alike."
+        )
     numbers = chosen_heads(heads, a.shape[0], "query head") or range(a.shape[0])
     if not bool(a.isfinite().all() and b.isfinite().all()):
-        raise NonFiniteError(f"the patterns of layer {layer} hold NaN or Inf: use a dtype with a wider range.")
+        raise NonFiniteError(
+            f"the patterns of layer {layer} hold NaN or Inf: use a dtype with a wider range."
+        )
     kl = metrics.pattern_kl(a, b.to(a.device)).cpu()
     first, second = (pattern.double().cpu() for pattern in (a, b))
     apart = (first - second).abs().amax((1, 2))

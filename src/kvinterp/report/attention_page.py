@@ -1,6 +1,8 @@
-"""Makes the page that shows attention side by side: one HTML file, with the code of circuitsvis in it once.
+"""Makes the page that shows attention side by side: one HTML file, with the code of circuitsvis in
+it once.
 
-Only the page's own two scripts may run, and nothing may be loaded, so that it works offline and the text of a prompt stays text.
+Only the page's own two scripts may run, and nothing may be loaded, so that it works offline and the
+text of a prompt stays text.
 """
 
 from __future__ import annotations
@@ -31,15 +33,27 @@ class View:
 
     @classmethod
     def choose(cls, length: int, positions: tuple[int, int] | None, cells: int, fit: str) -> View:
-        """Makes the view for the options of :func:`kvinterp.report.attention.attention_comparison`."""
+        """Makes the view for the options of
+        :func:`kvinterp.report.attention.attention_comparison`.
+        """
         if positions is not None:
             whole = isinstance(positions, list | tuple) and len(positions) == 2
-            if not (whole and all(isinstance(p, int) for p in positions) and 0 <= positions[0] < positions[1] <= length):
+            if not (
+                whole
+                and all(isinstance(p, int) for p in positions)
+                and 0 <= positions[0] < positions[1] <= length
+            ):
                 raise unexpected(
-                    "positions", positions, f"(start, stop) with 0 <= start < stop <= {length}, the length here"
+                    "positions",
+                    positions,
+                    f"(start, stop) with 0 <= start < stop <= {length}, the length here",
                 )
             return cls(*positions)
-        return cls(0, length, -(-length // cells)) if fit == "pool" else cls(max(length - cells, 0), length)
+        return (
+            cls(0, length, -(-length // cells))
+            if fit == "pool"
+            else cls(max(length - cells, 0), length)
+        )
 
     @property
     def starts(self) -> range:
@@ -103,14 +117,19 @@ class AttentionPage:
         rows, view = [], self.view
         for first in view.starts:
             last = min(first + view.block, view.stop) - 1
-            text, span = "".join(self.names[first : last + 1]), f"{first}-{last}" if first < last else f"{first}"
+            text, span = (
+                "".join(self.names[first : last + 1]),
+                f"{first}-{last}" if first < last else f"{first}",
+            )
             rows.append((f"{span}: {text}" if view.start or view.block > 1 else text, first, last))
         return rows
 
     @property
     def inside(self) -> float:
         """The share of their attention that the rows give to keys that are shown."""
-        return float(np.mean([pattern.sum(1).mean() for head in self.heads for pattern in (head.a, head.b)]))
+        return float(
+            np.mean([pattern.sum(1).mean() for head in self.heads for pattern in (head.a, head.b)])
+        )
 
     def html(self) -> str:
         """The page as text."""
@@ -119,12 +138,21 @@ class AttentionPage:
 
     @property
     def data(self) -> dict[str, Any]:
-        """The data of the figures: the tokens, and for each figure its rows up to the diagonal and the limit of its scale."""
+        """The data of the figures: the tokens, and for each figure its rows up to the diagonal and
+        the limit of its scale.
+        """
         figures = []
         for number, head in enumerate(self.heads):
             limit = float(np.abs(head.difference).max()) or 1.0
-            for side, values, largest in (("a", head.a, 1.0), ("b", head.b, 1.0), ("difference", head.difference, limit)):
-                rows = [[float(f"{v:.{self.digits}g}") for v in row[: at + 1]] for at, row in enumerate(values.tolist())]
+            for side, values, largest in (
+                ("a", head.a, 1.0),
+                ("b", head.b, 1.0),
+                ("difference", head.difference, limit),
+            ):
+                rows = [
+                    [float(f"{v:.{self.digits}g}") for v in row[: at + 1]]
+                    for at, row in enumerate(values.tolist())
+                ]
                 figures.append({"id": f"head-{number}-{side}", "rows": rows, "limit": largest})
         return {"tokens": [text for text, *_ in self.rows], "figures": figures}
 
@@ -132,9 +160,18 @@ class AttentionPage:
     @functools.cache
     def bundle() -> Markup:
         """The code of the installed circuitsvis, escaped for use inside a page."""
-        source = resources.files("circuitsvis").joinpath("dist", "cdn", "iife.js").read_text(encoding="utf-8")
-        # In a JavaScript string "<\\/" means "</", but it ends no script element. The file of the source map does not exist.
-        return Markup(source.replace("</script", "<\\/script").partition("//# sourceMappingURL")[0].replace("\r", ""))
+        source = (
+            resources.files("circuitsvis")
+            .joinpath("dist", "cdn", "iife.js")
+            .read_text(encoding="utf-8")
+        )
+        # In a JavaScript string "<\\/" means "</", but it ends no script element. The file of the
+        # source map does not exist.
+        return Markup(
+            source.replace("</script", "<\\/script")
+            .partition("//# sourceMappingURL")[0]
+            .replace("\r", "")
+        )
 
 
 def readable(token: str) -> str:

@@ -1,4 +1,6 @@
-"""Draws charts, which are data (:mod:`kvinterp.findings`), with one function for each kind of panel."""
+"""Draws charts, which are data (:mod:`kvinterp.findings`), with one function for each kind of
+panel.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,28 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
 
 from kvinterp.common.numbers import percent, power, short
 from kvinterp.findings import Chart, Panel
-from kvinterp.report.style import CMAP, DIVERGING, SMALL, Provenances, ink_on, line_of, sheet, sign, small_print
+from kvinterp.report.style import (
+    CMAP,
+    DIVERGING,
+    SMALL,
+    Provenances,
+    ink_on,
+    line_of,
+    sheet,
+    sign,
+    small_print,
+)
 
 _GREY = {"color": "#808080", "linewidth": 0.9, "linestyle": (0, (3, 2)), "zorder": 1}
 _WRITTEN = 96
@@ -34,7 +53,8 @@ _PERCENT = FuncFormatter(lambda value, _: percent(value))
 
 
 def draw_chart(chart: Chart, provenances: Provenances, wide: float = 7.2) -> Figure:
-    """Draws a chart, with the provenance of its models below; the figure's ``narrow()`` draws it again for a phone.
+    """Draws a chart, with the provenance of its models below; the figure's ``narrow()`` draws it
+    again for a phone.
 
     Args:
         chart: The chart.
@@ -43,16 +63,23 @@ def draw_chart(chart: Chart, provenances: Provenances, wide: float = 7.2) -> Fig
     """
     titles_of, columns_of, widths, heights = zip(*map(_layout, chart.panels), strict=True)
     width, phone = max(wide, *widths), wide <= _NARROW
-    # A phone shows a figure as narrow as it is drawn, so that its small print is as large as its ticks.
+    # A phone shows a figure as narrow as it is drawn, so that its small print is as large as its
+    # ticks.
     size = 8.0 if phone else SMALL
     print_below = small_print(provenances, chart.notes, min(130, int(18 * width * SMALL / size)))
-    with sheet(width, 0.9 + sum(heights) + (print_below.count("\n") + 1) * size / 60 * phone) as figure:
+    with sheet(
+        width, 0.9 + sum(heights) + (print_below.count("\n") + 1) * size / 60 * phone
+    ) as figure:
         # In a part of the sheet, so that the small print has a place of its own.
         inner: Any = figure.subfigures(1, 1)
         parts = inner.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
         legend: list[str] = []
-        for part, panel, titles, columns in zip(parts, chart.panels, titles_of, columns_of, strict=True):
-            grid = part.subplots(math.ceil(len(titles) / columns), columns, squeeze=False, sharey=panel.kind != "map")
+        for part, panel, titles, columns in zip(
+            parts, chart.panels, titles_of, columns_of, strict=True
+        ):
+            grid = part.subplots(
+                math.ceil(len(titles) / columns), columns, squeeze=False, sharey=panel.kind != "map"
+            )
             for axes in grid.flat[len(titles) :]:
                 axes.set_visible(False)
             for axes, title in zip(grid.flat, titles.values(), strict=False):
@@ -62,17 +89,25 @@ def draw_chart(chart: Chart, provenances: Provenances, wide: float = 7.2) -> Fig
             if len(labels) > 1 and labels != legend:
                 across = (2 if max(map(len, labels)) > 24 else 4) // (2 if phone else 1)
                 names = [fill(label, 44) for label in labels]
-                part.legend(handles, names, loc="outside lower center", ncols=min(len(names), across))
+                part.legend(
+                    handles, names, loc="outside lower center", ncols=min(len(names), across)
+                )
             legend = labels
-        figure.suptitle(fill(chart.title, int(width * 11)), x=0.01, ha="left", fontsize=10, fontweight="bold")
+        figure.suptitle(
+            fill(chart.title, int(width * 11)), x=0.01, ha="left", fontsize=10, fontweight="bold"
+        )
         if wide > _NARROW and not any(panel.kind == "map" for panel in chart.panels):
-            narrow = dataclasses.replace(chart, panels=[dataclasses.replace(panel, columns=1) for panel in chart.panels])
+            narrow = dataclasses.replace(
+                chart, panels=[dataclasses.replace(panel, columns=1) for panel in chart.panels]
+            )
             figure.narrow = lambda: draw_chart(narrow, provenances, _NARROW)  # type: ignore[attr-defined]  # for a page
         return sign(figure, print_below, provenances, size)
 
 
 def _layout(panel: Panel) -> tuple[dict[Any, str], int, float, float]:
-    """The title of each axes by the value of ``facet``, the number of columns of axes, and width and height of all in inches."""
+    """The title of each axes by the value of ``facet``, the number of columns of axes, and width
+    and height of all in inches.
+    """
     values = panel.table[panel.facet].unique() if panel.facet else [""]
     titles = {value: title for value, title in panel.titles.items() if value in values}
     titles = titles or {value: str(value).removeprefix("zoo:") for value in values}
@@ -82,21 +117,34 @@ def _layout(panel: Panel) -> tuple[dict[Any, str], int, float, float]:
         height = 0.7 + 0.2 * sum(fill(str(label), _LABEL).count("\n") + 1 for label in labels)
     else:
         height = 0.9 + min(2.4, max(0.6, 0.24 * len(labels))) if panel.kind == "map" else 2.5
-    lines = panel.names or (panel.table[panel.color].unique() if panel.color and panel.kind != "map" else ())
+    lines = panel.names or (
+        panel.table[panel.color].unique() if panel.color and panel.kind != "map" else ()
+    )
     width = 2.6 * columns + 1.9 * (panel.kind == "dots")
-    return titles, columns, width, math.ceil(len(titles) / columns) * height + 0.3 + 0.1 * len(lines)
+    return (
+        titles,
+        columns,
+        width,
+        math.ceil(len(titles) / columns) * height + 0.3 + 0.1 * len(lines),
+    )
 
 
 def _columns(panel: Panel, **columns: str) -> pd.DataFrame:
-    """The columns that are drawn, under names of their own, since a table may have columns of any name."""
-    return pd.DataFrame({name: panel.table[column] if column else "" for name, column in columns.items()})
+    """The columns that are drawn, under names of their own, since a table may have columns of any
+    name.
+    """
+    return pd.DataFrame(
+        {name: panel.table[column] if column else "" for name, column in columns.items()}
+    )
 
 
-# Lines, points, steps and dots ------------------------------------------------------------------------------------------
+# Lines, points, steps and dots --------------------------------------------------------------------
 
 
 def _draw_series(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
-    """Draws a line, or a row of marks, for each value of ``color``; dots have their values on the horizontal axis."""
+    """Draws a line, or a row of marks, for each value of ``color``; dots have their values on the
+    horizontal axis.
+    """
     sideways = panel.kind == "dots"
     value, place = (panel.x, panel.y) if sideways else (panel.y, panel.x)
     columns = {"color": panel.color, "facet": panel.facet, "mark": panel.mark[0], "why": panel.why}
@@ -117,7 +165,9 @@ def _draw_series(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
     for axes, facet in zip(grid.flat, facets, strict=False):
         set_scale(axes, "x" if sideways else "y", panel.scale, numbers.to_numpy(float))
         for index, (color, name) in enumerate(names.items()):
-            line = points[(points["facet"] == facet) & (points["color"] == color)].dropna(subset=["value"])
+            line = points[(points["facet"] == facet) & (points["color"] == color)].dropna(
+                subset=["value"]
+            )
             shift = (index - (len(names) - 1) / 2) * gap
             _draw_line(axes, line.assign(place=line["place"] + shift), panel, index, name)
         _write_why(axes, points[points["facet"] == facet], sideways)
@@ -125,14 +175,20 @@ def _draw_series(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
             axes.axline((0.5, 0.5), (1, 1), **_GREY)
         elif panel.level is not None:
             (axes.axvline if sideways else axes.axhline)(float(panel.level), **_GREY)
-        axes.set_xlabel(fill(panel.label if sideways else panel.xlabel or panel.x, 36 if len(facets) > 1 else 80))
+        axes.set_xlabel(
+            fill(
+                panel.label if sideways else panel.xlabel or panel.x, 36 if len(facets) > 1 else 80
+            )
+        )
         if sideways:
             axes.grid(visible=True, axis="x")
             axes.grid(visible=False, axis="y")
         else:
             set_scale(axes, "x", panel.xscale, points["place"].to_numpy(float))
     if sideways:
-        grid[0, 0].set_yticks(range(len(labels)), [fill(str(label), _LABEL) for label in labels], fontsize=7.5)
+        grid[0, 0].set_yticks(
+            range(len(labels)), [fill(str(label), _LABEL) for label in labels], fontsize=7.5
+        )
         grid[0, 0].set_ylim(-0.6, len(labels) - 0.4)
         return
     for axes in grid[:, 0]:
@@ -140,21 +196,33 @@ def _draw_series(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
 
 
 def _write_why(axes: Axes, points: pd.DataFrame, sideways: bool) -> None:
-    """Writes why there is no value: at each line of dots without one, or in the middle of a panel where nothing is drawn."""
+    """Writes why there is no value: at each line of dots without one, or in the middle of a panel
+    where nothing is drawn.
+    """
     said = points[(points["why"] != "") & points["value"].isna()]
     look: Any = {
         "transform": axes.get_yaxis_transform() if sideways else axes.transAxes,
         "color": "#555555",
         "va": "center",
     }
-    for place, why in dict(zip(said["place"], said["why"], strict=True)).items() if sideways else ():
+    for place, why in (
+        dict(zip(said["place"], said["why"], strict=True)).items() if sideways else ()
+    ):
         if points.loc[points["place"] == place, "value"].isna().all():
             axes.text(0.01, place, why, fontsize=6.5, bbox=_ON_WHITE, **look)
     if sideways and points["value"].isna().all():
         axes.set_xticks([])
         axes.set_xticks([], minor=True)
     if not sideways and points["value"].isna().all() and len(said):
-        axes.text(0.5, 0.5, fill(said["why"].iloc[0], 30), fontsize=7.5, ha="center", bbox=_ON_WHITE, **look)
+        axes.text(
+            0.5,
+            0.5,
+            fill(said["why"].iloc[0], 30),
+            fontsize=7.5,
+            ha="center",
+            bbox=_ON_WHITE,
+            **look,
+        )
 
 
 def _draw_line(axes: Axes, points: pd.DataFrame, panel: Panel, index: int, name: str) -> None:
@@ -166,8 +234,18 @@ def _draw_line(axes: Axes, points: pd.DataFrame, panel: Panel, index: int, name:
         axes.plot(points["place"], points["drawn"], look["marker"], **faint, **alike)
         marked = points[points["mark"].astype(bool)]
         if len(marked):
-            label = panel.mark[1] if panel.mark[1] not in axes.get_legend_handles_labels()[1] else ""
-            axes.plot(marked["place"], marked["drawn"], "X", color="#000000", markersize=6, zorder=5, label=label)
+            label = (
+                panel.mark[1] if panel.mark[1] not in axes.get_legend_handles_labels()[1] else ""
+            )
+            axes.plot(
+                marked["place"],
+                marked["drawn"],
+                "X",
+                color="#000000",
+                markersize=6,
+                zorder=5,
+                label=label,
+            )
         points = points.groupby("place", as_index=False)[["value", "drawn", "low", "high"]].median()
     ends = points["place"], points["low"], points["high"]
     if points["low"].isna().all():
@@ -176,7 +254,9 @@ def _draw_line(axes: Axes, points: pd.DataFrame, panel: Panel, index: int, name:
         step: Any = "post" if panel.kind == "step" else None
         axes.fill_between(*ends, step=step, color=look["color"], alpha=0.15, linewidth=0)
     else:
-        (axes.hlines if sideways else axes.vlines)(*ends, linewidth=1.4 if sideways else 1.2, **alike)
+        (axes.hlines if sideways else axes.vlines)(
+            *ends, linewidth=1.4 if sideways else 1.2, **alike
+        )
     if sideways:
         look |= {"linestyle": "none", "markersize": 4.5}
     elif panel.kind == "step":
@@ -195,7 +275,7 @@ def _draw_line(axes: Axes, points: pd.DataFrame, panel: Panel, index: int, name:
         axes.annotate(text, at, ha="center", va="center", fontsize=6.5, zorder=5, bbox=_ON_WHITE)
 
 
-# Scales ----------------------------------------------------------------------------------------------------------------
+# Scales -------------------------------------------------------------------------------------------
 
 _LIMITS = {"share": (-0.03, 1.03), "signed": (-1.12, 1.12)}
 
@@ -206,11 +286,13 @@ def set_scale(axes: Axes, along: str, name: str, values: np.ndarray) -> None:
     Args:
         axes: The axes.
         along: The axis, ``"x"`` or ``"y"``.
-        name: A scale of a :class:`Panel`. ``zero`` is logarithmic, with a place for exact zeros: a grey strip below the smallest
-            decade.
+        name: A scale of a :class:`Panel`. ``zero`` is logarithmic, with a place for exact zeros: a
+            grey strip below the smallest decade.
         values: All the numbers that will be drawn along the axis; NaN is ignored.
     """
-    axis, scale, limits = (getattr(axes, part) for part in (f"{along}axis", f"set_{along}scale", f"set_{along}lim"))
+    axis, scale, limits = (
+        getattr(axes, part) for part in (f"{along}axis", f"set_{along}scale", f"set_{along}lim")
+    )
     if name in _LIMITS:
         limits(*_LIMITS[name])
         if name == "signed":
@@ -253,23 +335,30 @@ def set_scale(axes: Axes, along: str, name: str, values: np.ndarray) -> None:
         limits(10 ** (low - 0.04 * decades), top)
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda at, _: power(at) if at else "exactly 0" if along == "y" else "0"))
+    axis.set_major_formatter(
+        FuncFormatter(lambda at, _: power(at) if at else "exactly 0" if along == "y" else "0")
+    )
 
 
-# Maps -------------------------------------------------------------------------------------------------------------------
+# Maps ---------------------------------------------------------------------------------------------
 
 
 def _draw_map(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
-    """Draws a cell for each x and y, all panels on one scale: logarithmic and blank at 0, or symmetric and white at 0."""
+    """Draws a cell for each x and y, all panels on one scale: logarithmic and blank at 0, or
+    symmetric and white at 0.
+    """
     table = _columns(panel, row=panel.y, column=panel.x, value=panel.color, facet=panel.facet)
     values = table["value"].to_numpy(float)
     largest, positive = np.abs(values[np.isfinite(values)]).max(initial=0.0), values[values > 0]
     signed, share = panel.scale != "zero", panel.scale == "signed"
     limit = 1.0 if share else largest or 1.0
     low, high = (positive.min(), positive.max()) if positive.size else (1e-9, 1e-8)
-    norm: Any = Normalize(-limit, limit) if signed else LogNorm(low, high if high > low else low * 10)
+    norm: Any = (
+        Normalize(-limit, limit) if signed else LogNorm(low, high if high > low else low * 10)
+    )
     colors = DIVERGING if signed else CMAP
-    # Numbers are sorted; other rows and columns are in the order of the table, which is the caller's.
+    # Numbers are sorted; other rows and columns are in the order of the table, which is the
+    # caller's.
     labels = (list(table[name].unique()) for name in ("row", "column"))
     down, across = (sorted(names) if _numbers(names) else names for names in labels)
     options: Any = {"aspect": "auto", "origin": "lower", "interpolation": "none"}
@@ -278,9 +367,16 @@ def _draw_map(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
         cells = cells.reindex(index=down, columns=across).to_numpy(float)
         axes.grid(visible=False)
         # Cells without a value are hatched; an exact zero is white.
-        hatched: Any = {"hatch": "//////", "facecolor": "#ededed", "edgecolor": "#a0a0a0", "linewidth": 0}
+        hatched: Any = {
+            "hatch": "//////",
+            "facecolor": "#ededed",
+            "edgecolor": "#a0a0a0",
+            "linewidth": 0,
+        }
         axes.add_patch(Rectangle((0, 0), 1, 1, transform=axes.transAxes, zorder=-1, **hatched))
-        axes.imshow(np.where(np.isnan(cells), np.nan, 1.0), cmap=ListedColormap(["#ffffff"]), **options)
+        axes.imshow(
+            np.where(np.isnan(cells), np.nan, 1.0), cmap=ListedColormap(["#ffffff"]), **options
+        )
         visible = cells if signed else np.ma.masked_where(~(cells > 0), cells)
         image = axes.imshow(visible, norm=norm, cmap=colors, **options)
         # Where there is no room for numbers, signs tell the colours apart in grey.
@@ -292,7 +388,12 @@ def _draw_map(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
             if np.isfinite(value):
                 axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=ink)
         if panel.level is not None:
-            axes.axvline(across.index(panel.level) - 0.5, color="#000000", linewidth=1.1, linestyle=(0, (3, 1.5)))
+            axes.axvline(
+                across.index(panel.level) - 0.5,
+                color="#000000",
+                linewidth=1.1,
+                linestyle=(0, (3, 1.5)),
+            )
         _set_ticks(axes.xaxis, across)
         _set_ticks(axes.yaxis, down)
         axes.set_xlabel(panel.xlabel or panel.x.replace("_", " "))
@@ -302,7 +403,10 @@ def _draw_map(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
         if _numbers(down):
             first.set_ylabel(panel.y.replace("_", " "))
     if signed:
-        bar: dict[str, Any] = {"extend": "both" if largest > limit else "neither", "format": _PERCENT if share else None}
+        bar: dict[str, Any] = {
+            "extend": "both" if largest > limit else "neither",
+            "format": _PERCENT if share else None,
+        }
     else:
         tens = 10.0 ** np.arange(np.ceil(np.log10(norm.vmin)), np.floor(np.log10(norm.vmax)) + 1)
         few = len(tens) < 2
@@ -324,5 +428,14 @@ def _set_ticks(axis: Any, values: Sequence[Any]) -> None:
         stride = math.ceil(len(values) / 12) if len(values) > 16 else 1
         axis.set_ticks(range(0, len(values), stride), [f"{value:g}" for value in values[::stride]])
     else:
-        rotation = {"rotation": 30, "ha": "right"} if axis.axis_name == "x" and max(map(len, map(str, values))) > 4 else {}
-        axis.set_ticks(range(len(values)), [fill(str(value), _LABEL) for value in values], fontsize=7.5, **rotation)
+        rotation = (
+            {"rotation": 30, "ha": "right"}
+            if axis.axis_name == "x" and max(map(len, map(str, values))) > 4
+            else {}
+        )
+        axis.set_ticks(
+            range(len(values)),
+            [fill(str(value), _LABEL) for value in values],
+            fontsize=7.5,
+            **rotation,
+        )

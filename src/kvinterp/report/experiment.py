@@ -1,4 +1,6 @@
-"""Makes the page of an experiment that has no page of its own: sentences, figures, tables, choices and provenance."""
+"""Makes the page of an experiment that has no page of its own: sentences, figures, tables, choices
+and provenance.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ OPEN = 12
 """The number of findings that are visible; the others are folded."""
 
 
-def page_of(experiment: Any, result: Result, pictures: Sequence[Picture], beside: Sequence[str]) -> str:
+def page_of(
+    experiment: Any, result: Result, pictures: Sequence[Picture], beside: Sequence[str]
+) -> str:
     """The page of a result; without findings the first table takes their place.
 
     Args:
@@ -38,10 +42,16 @@ def page_of(experiment: Any, result: Result, pictures: Sequence[Picture], beside
     folded = [table_of(name, table) for name, table in tables.items() if len(table)]
     if findings is not None:
         # A page leads with a sentence: the study's own, or else its first finding.
-        lines, found = experiment.headline(result) or lines_of(findings)[:1], [findings_table(findings)]
+        lines, found = (
+            experiment.headline(result) or lines_of(findings)[:1],
+            [findings_table(findings)],
+        )
     else:
         lines, found = experiment.sentences(result), folded[:1]
-        found, folded = [dataclasses.replace(table, folded="", caption=table.folded) for table in found], folded[1:]
+        found, folded = (
+            [dataclasses.replace(table, folded="", caption=table.folded) for table in found],
+            folded[1:],
+        )
     shared, differing = made_with(provenances)
     return render(
         f"kvinterp: {heading}",
@@ -68,13 +78,21 @@ def kicker_of(provenances: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def made_with(provenances: Mapping[str, Mapping[str, Any]]) -> tuple[Table, Table]:
-    """A table of the values that the provenances of some models share, and one of those in which they differ."""
-    made = pd.json_normalize(list(map(dict, provenances.values()))).set_axis(list(provenances)).map(as_text)
+    """A table of the values that the provenances of some models share, and one of those in which
+    they differ.
+    """
+    made = (
+        pd.json_normalize(list(map(dict, provenances.values())))
+        .set_axis(list(provenances))
+        .map(as_text)
+    )
     common = made.nunique() == 1
     shared, differing = made.loc[:, common], made.loc[:, ~common]
     head = [Column("model"), *map(Column, differing)]
     rows = list(differing.itertuples()) if len(head) > 1 else []
-    return Table([Column("what"), Column("value")], list(shared.head(1).T.itertuples())), Table(head, rows)
+    return Table([Column("what"), Column("value")], list(shared.head(1).T.itertuples())), Table(
+        head, rows
+    )
 
 
 def table_of(name: str, table: pd.DataFrame) -> Table:
@@ -82,22 +100,36 @@ def table_of(name: str, table: pd.DataFrame) -> Table:
     first = table.head(_ROWS)
     counts = f"{counted(len(table), 'row')} of {counted(first.shape[1], 'column')}"
     rest = f", the first {_ROWS} here, all in {name}.parquet" if len(table) > _ROWS else ""
-    forms = [number if is_numeric_dtype(dtype) and not is_bool_dtype(dtype) else as_text for dtype in first.dtypes]
-    head = [Column(str(column), "number" * (form is number)) for column, form in zip(first, forms, strict=True)]
-    rows = [[form(cell) for form, cell in zip(forms, row, strict=True)] for row in first.itertuples(index=False)]
+    forms = [
+        number if is_numeric_dtype(dtype) and not is_bool_dtype(dtype) else as_text
+        for dtype in first.dtypes
+    ]
+    head = [
+        Column(str(column), "number" * (form is number))
+        for column, form in zip(first, forms, strict=True)
+    ]
+    rows = [
+        [form(cell) for form, cell in zip(forms, row, strict=True)]
+        for row in first.itertuples(index=False)
+    ]
     return Table(head, rows, folded=f"{name}: {counts}{rest}", name=f"table-{name}")
 
 
-# Findings --------------------------------------------------------------------------------------------------------------
+# Findings -----------------------------------------------------------------------------------------
 
 
 def findings_table(table: pd.DataFrame) -> Table:
-    """The table of findings, without columns that are empty in every row and labels that all rows share.
+    """The table of findings, without columns that are empty in every row and labels that all rows
+    share.
 
     Args:
         table: Findings, as :func:`kvinterp.findings.findings_of` makes them.
     """
-    alike = [label for label in labels_of(table) if len(table) > 1 and table[label].nunique(dropna=False) == 1]
+    alike = [
+        label
+        for label in labels_of(table)
+        if len(table) > 1 and table[label].nunique(dropna=False) == 1
+    ]
     rows = []
     for row in table.drop(columns=alike).to_dict("records"):
         words = in_words(row)

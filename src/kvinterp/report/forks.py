@@ -1,4 +1,6 @@
-"""The part of a page that opens at the fork points: where the run that wrote a text parts from its recomputation."""
+"""The part of a page that opens at the fork points: where the run that wrote a text parts from its
+recomputation.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,32 @@ OPEN, MOST, AROUND = 8, 60, 8
 
 
 def fork_parts(result: WhichRun) -> Parts:
-    """A table of the positions at which the runs part further than any position of the null does, the furthest first."""
+    """A table of the positions at which the runs part further than any position of the null does,
+    the furthest first.
+    """
     points = result.fork_points()
     positions = len(result.texts)
     heading = Text("Where the runs part", look="h2", name="forks")
     if points.empty:
-        return [heading, Text(f"At none of {positions} positions do the runs part further than the null does anywhere.")]
+        return [
+            heading,
+            Text(
+                f"At none of {positions} positions do the runs part further than the null does anywhere."
+            ),
+        ]
     by_example = dict(iter(result.texts.sort_values("position").groupby("example")))
     # On a phone a row is a card, which its first column names.
-    head = [Column("the text there", "text"), Column("text", "number"), Column("position", "number"), Column("part")]
-    head += [Column("furthest at"), Column("distance / norm", "number"), Column("null at most", "number")]
+    head = [
+        Column("the text there", "text"),
+        Column("text", "number"),
+        Column("position", "number"),
+        Column("part"),
+    ]
+    head += [
+        Column("furthest at"),
+        Column("distance / norm", "number"),
+        Column("null at most", "number"),
+    ]
     head += [Column("from layer", "number")]
     rows = [
         [
@@ -43,7 +61,11 @@ def fork_parts(result: WhichRun) -> Parts:
         "position of its null. Each is marked in its text, the furthest (in units of the null's largest) first"
     )
     said += f"; {MOST} are shown." if len(points) > MOST else "."
-    return [heading, Text(said), filled_columns(head, rows, name="fork-points", visible=OPEN, look="cards")]
+    return [
+        heading,
+        Text(said),
+        filled_columns(head, rows, name="fork-points", visible=OPEN, look="cards"),
+    ]
 
 
 def around(text: pd.DataFrame, position: int) -> str:

@@ -1,7 +1,8 @@
-"""The parts of pages, and the templates that render them: ``parts.html.j2`` has a macro for each, ``page.html.j2`` the frame.
+"""The parts of pages, and the templates that render them: ``parts.html.j2`` has a macro for each,
+``page.html.j2`` the frame.
 
-A page loads nothing from the network, and can be read in light and dark, on a desk and on a phone. It is rendered with
-autoescape on, so that all text of a model, a prompt or a file stays text.
+A page loads nothing from the network, and can be read in light and dark, on a desk and on a phone.
+It is rendered with autoescape on, so that all text of a model, a prompt or a file stays text.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from kvinterp.common.numbers import counted, number, upper
 from kvinterp.errors import visible
 
 Parts: TypeAlias = list[Any]
-"""The parts of a page, in order; an empty part (a text without words, a table without rows) is not shown."""
+"""The parts of a page, in order; an empty part (a text without words, a table without rows) is not
+shown.
+"""
 
-# Parts: the template has a macro of the same name for each --------------------------------------------------------------
+# Parts: the template has a macro of the same name for each ----------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +52,8 @@ class Answer:
 class Picture:
     """A figure: its caption, its PNG and its SVG.
 
-    The SVG comes from :func:`kvinterp.report.svg.inline` and goes into the page unescaped. Without an SVG, and in a
-    notebook, whose background is not known, the PNG is shown.
+    The SVG comes from :func:`kvinterp.report.svg.inline` and goes into the page unescaped. Without
+    an SVG, and in a notebook, whose background is not known, the PNG is shown.
     """
 
     caption: str
@@ -70,7 +73,9 @@ class Links:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """The head of a column, and the kind of its cells: ``number``, ``text`` (broken into lines) or ``code``."""
+    """The head of a column, and the kind of its cells: ``number``, ``text`` (broken into lines) or
+    ``code``.
+    """
 
     text: str
     kind: str = ""
@@ -78,7 +83,9 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table; the row whose first cell is ``here`` is highlighted, and ``folded`` is the line that unfolds the table."""
+    """A table; the row whose first cell is ``here`` is highlighted, and ``folded`` is the line that
+    unfolds the table.
+    """
 
     head: Sequence[Column]
     rows: Sequence[Sequence[str | Links]]
@@ -94,7 +101,9 @@ class Table:
 
 
 def as_text(value: Any) -> str:
-    """A value as text: a float with three digits, the items of a list or a mapping, empty for what is missing."""
+    """A value as text: a float with three digits, the items of a list or a mapping, empty for what
+    is missing.
+    """
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {as_text(item) or 'none'}" for name, item in value.items())
     if isinstance(value, list | tuple):
@@ -104,16 +113,33 @@ def as_text(value: Any) -> str:
     return f"{value or 0:.3g}" if isinstance(value, float) else str(value)
 
 
-def table_of_rows(rows: Sequence[Mapping[str, Any]], text: str = "", here: str | None = None) -> Table:
-    """A table of rows with the same names; where one column is a ``text``, each row is a card on a phone."""
-    head = [Column(name.replace("_", " "), "text" if name == text else "") for name in (rows[0] if rows else ())]
-    return Table(head, [list(map(as_text, row.values())) for row in rows], here, look="cards" if text else "")
+def table_of_rows(
+    rows: Sequence[Mapping[str, Any]], text: str = "", here: str | None = None
+) -> Table:
+    """A table of rows with the same names; where one column is a ``text``, each row is a card on a
+    phone.
+    """
+    head = [
+        Column(name.replace("_", " "), "text" if name == text else "")
+        for name in (rows[0] if rows else ())
+    ]
+    return Table(
+        head, [list(map(as_text, row.values())) for row in rows], here, look="cards" if text else ""
+    )
 
 
 def filled_columns(head: Sequence[Column], rows: Sequence[Sequence[Any]], **options: Any) -> Table:
-    """A table without the columns in which every cell is empty or a dash; the options are further fields."""
-    filled = [at for at, cells in enumerate(zip(*rows, strict=True)) if not {*map(str, cells)} <= {"", "–"}]
-    return Table([head[at] for at in filled], [[row[at] for at in filled] for row in rows], **options)
+    """A table without the columns in which every cell is empty or a dash; the options are further
+    fields.
+    """
+    filled = [
+        at
+        for at, cells in enumerate(zip(*rows, strict=True))
+        if not {*map(str, cells)} <= {"", "–"}
+    ]
+    return Table(
+        [head[at] for at in filled], [[row[at] for at in filled] for row in rows], **options
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,20 +150,25 @@ class Packed:
     blobs: Mapping[str, bytes]
 
 
-# Rendering -------------------------------------------------------------------------------------------------------------
+# Rendering ----------------------------------------------------------------------------------------
 
 
 @functools.cache
 def _static(ending: str, *names: str) -> Markup:
-    """Joins files of ``static/``, named without their suffix; they contain no "</" and nothing of a user's."""
+    """Joins files of ``static/``, named without their suffix; they contain no "</" and nothing of a
+    user's.
+    """
     folder = resources.files("kvinterp.report").joinpath("static")
-    return Markup("\n".join(folder.joinpath(f"{name}.{ending}").read_text(encoding="utf-8") for name in names))
+    return Markup(
+        "\n".join(folder.joinpath(f"{name}.{ending}").read_text(encoding="utf-8") for name in names)
+    )
 
 
 script = functools.partial(_static, "js")
 """Joins several scripts to one module, scripts that others use first: ``script("draw", "page")``.
 
-No script imports another, so that the same text works in a page, which allows it by its hash, and in a notebook's widget.
+No script imports another, so that the same text works in a page, which allows it by its hash, and
+in a notebook's widget.
 """
 styles = functools.partial(_static, "css")
 """Joins the styles of several scripts to one style sheet."""
@@ -150,8 +181,8 @@ def render(title: str, parts: Sequence[Any] = (), template: str = "page", **cont
         title: The browser's title, and the heading unless another one is given.
         parts: Parts of the page.
         template: The page's template.
-        content: What else the template shows: ``heading``; ``kicker``, a line above it; ``sheet``, a style sheet by the name of
-            its file.
+        content: What else the template shows: ``heading``; ``kicker``, a line above it; ``sheet``,
+            a style sheet by the name of its file.
     """
     drawn = any(isinstance(part, Packed) for part in parts)
     sheet = content.pop("sheet", "")
@@ -180,7 +211,9 @@ def _linked(text: str, files: Sequence[str]) -> Markup:
     """A text in which the names of files beside the page are links."""
     shown = escape(visible(text))
     for name in files:
-        shown = shown.replace(escape(name), Markup('<a href="./{}">{}</a>').format(quote(name), name))
+        shown = shown.replace(
+            escape(name), Markup('<a href="./{}">{}</a>').format(quote(name), name)
+        )
     return shown
 
 
@@ -197,7 +230,13 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.globals |= {"counted": counted, "upper": upper, "number": number, "as_text": as_text, "in_notebook": False}
+    environment.globals |= {
+        "counted": counted,
+        "upper": upper,
+        "number": number,
+        "as_text": as_text,
+        "in_notebook": False,
+    }
     environment.filters["base64"] = lambda data: base64.b64encode(data).decode()
     environment.filters["linked"] = _linked
     # The hash by which the page's content security policy allows a script.

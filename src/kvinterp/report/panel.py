@@ -1,7 +1,8 @@
-"""A panel for patching by hand in a notebook: the user changes the choices and sees the effect of the patch.
+"""A panel for patching by hand in a notebook: the user changes the choices and sees the effect of
+the patch.
 
-The browser's side is ``static/panel.js``; it sends the choices (``asked``), and everything that it shows is made here.
-:class:`kvinterp.PatchBench` gives the same answers without a front end.
+The browser's side is ``static/panel.js``; it sends the choices (``asked``), and everything that it
+shows is made here. :class:`kvinterp.PatchBench` gives the same answers without a front end.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class PatchPanel:
         answer: The last answer, or None after an error.
     """
 
-    def __init__(self, models: Mapping[str, Callable[[], Any]], prompt: str, other: str, **bench: Any) -> None:
+    def __init__(
+        self, models: Mapping[str, Callable[[], Any]], prompt: str, other: str, **bench: Any
+    ) -> None:
         self._models, self._options = models, bench
         self._benches: dict[str, PatchBench] = {}
         self._pictures: list[Any] = []
@@ -70,7 +73,8 @@ class PatchPanel:
         from IPython.display import display
 
         display(self.widget)
-        # The panel hides this picture. A page made of the notebook shows it, since it has no kernel to ask.
+        # The panel hides this picture. A page made of the notebook shows it, since it has no kernel
+        # to ask.
         self._pictures.append(display(self._picture(), display_id=True))
 
     def _picture(self) -> Any:
@@ -78,17 +82,23 @@ class PatchPanel:
 
         return HTML(f'<div class="kvinterp-picture">{self.picture()}</div>')
 
-    # What the browser sends --------------------------------------------------------------------------------------------
+    # What the browser sends -----------------------------------------------------------------------
 
     def _answer_asked(self) -> None:
-        """Answers what is asked and shows it; an error becomes a sentence, since a traceback would be lost in a log."""
+        """Answers what is asked and shows it; an error becomes a sentence, since a traceback would
+        be lost in a log.
+        """
         if self.widget.asked == self._asked:
             return
         try:
             state = {"error": "", **self._update()}
             self._asked = state["asked"]
         except Exception as error:
-            sentence = str(error) if isinstance(error, KvinterpError) else f"{type(error).__name__}: {error}"
+            sentence = (
+                str(error)
+                if isinstance(error, KvinterpError)
+                else f"{type(error).__name__}: {error}"
+            )
             self.answer, self._asked = None, {}
             state = {"error": " ".join(sentence.split()), "answer": {}}
         # The browser draws when this last one changes: by then all the others have.
@@ -125,7 +135,9 @@ class PatchPanel:
     def _call(self) -> str:
         """The arguments of the bench that are not its defaults, as code."""
         defaults = inspect.signature(PatchBench).parameters
-        options = {name: str(value) if name in FORMS else value for name, value in self._options.items()}
+        options = {
+            name: str(value) if name in FORMS else value for name, value in self._options.items()
+        }
         return ", ".join(
             f"{name}={value!r}"
             for name, value in options.items()
@@ -134,30 +146,46 @@ class PatchPanel:
 
     def _complete(self, fields: Data, bench: PatchBench) -> tuple[Data, Asked]:
         """Completes the choices so that heads and positions are ones that the site has."""
-        fields |= {name: _parse_numbers(name, fields[name]) for name in ("layer", "head", "positions")}
+        fields |= {
+            name: _parse_numbers(name, fields[name]) for name in ("layer", "head", "positions")
+        }
         heads, _ = bench.adapter.facts.heads_of(_question(fields).site)
         if not heads:
             fields["head"] = None
         tried = self.widget.tried
         before = tried["entries"][tried["at"]]["asked"] if tried["entries"] else fields
-        if before["site"] != fields["site"] and fields["positions"] == before["positions"] in ("newest", "all"):
+        if before["site"] != fields["site"] and fields["positions"] == before["positions"] in (
+            "newest",
+            "all",
+        ):
             fields["positions"] = None
         question = _question(fields)
-        # Where none are chosen, the site's default: the newest position, or all positions of the cache.
+        # Where none are chosen, the site's default: the newest position, or all positions of the
+        # cache.
         question = dataclasses.replace(question, positions=question.patch().positions)
         # JSON has lists only.
-        chosen = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(question).items()}
+        chosen = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in vars(question).items()
+        }
         return fields | chosen, question
 
 
 def _tried(tried: Data, fields: Data, answer: PatchAnswer, back: Any) -> Data:
-    """The list of what was tried with the answered question, and with the entry that undo goes back to."""
+    """The list of what was tried with the answered question, and with the entry that undo goes back
+    to.
+    """
     entries, at = tried["entries"], tried["at"]
     if isinstance(back, int) and 0 <= back < len(entries):
         return {"entries": entries, "at": back}
     if entries and {**fields, "distance": ""} == {**entries[at]["asked"], "distance": ""}:
         return tried
-    entry = {"asked": fields, "said": label_of(answer.asked), "found": answer.sentences()[0], "before": max(at, 0)}
+    entry = {
+        "asked": fields,
+        "said": label_of(answer.asked),
+        "found": answer.sentences()[0],
+        "before": max(at, 0),
+    }
     return {"entries": [*entries, entry], "at": len(entries)}
 
 
@@ -173,19 +201,22 @@ def patch_panel(
     cached: str | ExecutionPath = "cached",
     recompute: str | ExecutionPath = "recompute",
 ) -> PatchPanel:
-    """Makes a panel to patch by hand: the user chooses the donor, the place and the step, and sees the effect of the patch.
+    """Makes a panel to patch by hand: the user chooses the donor, the place and the step, and sees
+    the effect of the patch.
 
-    The donor is the other path, another prompt, or an ablation. The panel lists what was tried, and undo goes back. A page made
-    of the notebook shows a picture of the panel's last state.
+    The donor is the other path, another prompt, or an ablation. The panel lists what was tried, and
+    undo goes back. A page made of the notebook shows a picture of the panel's last state.
 
     Args:
-        models: A name, a model of any kind or an adapter; or a list of these to choose from. Names are loaded when chosen.
+        models: A name, a model of any kind or an adapter; or a list of these to choose from. Names
+            are loaded when chosen.
         prompt: The text to begin with.
         other: Another prompt with as many tokens, for where it is chosen as the donor.
         max_new_tokens: The largest number of steps.
         kind: The kind in which names are loaded; see :func:`kvinterp.load_model`.
         dtype: The dtype in which names are loaded.
-        kernels: The kernel mode of both paths, such as ``split_k(4,float16)``, under which they differ on any machine.
+        kernels: The kernel mode of both paths, such as ``split_k(4,float16)``, under which they
+            differ on any machine.
         cached: The cached path, such as ``cached+int8``.
         recompute: The recompute path.
 
@@ -218,8 +249,15 @@ def patch_panel(
         text.text if isinstance(text, Prompt) else check_text(name, text, "'2 + 2 ='")
         for name, text in (("prompt", prompt), ("other", other))
     )
-    options = {"max_new_tokens": max_new_tokens, "kernels": kernels, "cached": cached, "recompute": recompute}
-    return PatchPanel(offered, first, OTHER if first == PROMPT and not second else second, **options)
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "kernels": kernels,
+        "cached": cached,
+        "recompute": recompute,
+    }
+    return PatchPanel(
+        offered, first, OTHER if first == PROMPT and not second else second, **options
+    )
 
 
 @functools.cache
@@ -246,7 +284,8 @@ def _widget_class() -> Any:
         answered = traitlets.Int().tag(sync=True)
 
         def __repr__(self) -> str:
-            # Without a front end this text is all that shows of the widget, and it is the same in every run.
+            # Without a front end this text is all that shows of the widget, and it is the same in
+            # every run.
             return "kvinterp: a panel to patch by hand; under it a picture of it as it last stood"
 
     return PatchPanelWidget
@@ -254,16 +293,30 @@ def _widget_class() -> Any:
 
 def _question(fields: Mapping[str, Any]) -> Asked:
     names = [field.name for field in dataclasses.fields(Asked)]
-    values: Data = {name: tuple(fields[name]) if isinstance(fields[name], list) else fields[name] for name in names}
+    values: Data = {
+        name: tuple(fields[name]) if isinstance(fields[name], list) else fields[name]
+        for name in names
+    }
     return Asked(**values)
 
 
 def _parse_numbers(name: str, value: Any) -> Any:
-    """Parses layers, heads or positions that the user typed: one number, several as ``0,2``, or a range as ``1-3``."""
-    if not isinstance(value, str) or (name == "positions" and value in ("newest", "all", "earlier")):
+    """Parses layers, heads or positions that the user typed: one number, several as ``0,2``, or a
+    range as ``1-3``.
+    """
+    if not isinstance(value, str) or (
+        name == "positions" and value in ("newest", "all", "earlier")
+    ):
         return value
-    parts = [re.fullmatch(r"\s*(\d{1,5})\s*(?:[-–]\s*(\d{1,5})\s*)?", part) for part in value.split(",")]
-    numbers = [number for part in parts if part for number in range(int(part[1]), int(part[2] or part[1]) + 1)]
+    parts = [
+        re.fullmatch(r"\s*(\d{1,5})\s*(?:[-–]\s*(\d{1,5})\s*)?", part) for part in value.split(",")
+    ]
+    numbers = [
+        number
+        for part in parts
+        if part
+        for number in range(int(part[1]), int(part[2] or part[1]) + 1)
+    ]
     if None in parts or not numbers:
         raise unexpected(name, value, "numbers such as 3, 0,2 or 1-3")
     if name != "positions":

@@ -20,7 +20,9 @@ def choices(models: Iterable[str]) -> Data:
         "model": [[name, name, ""] for name in models],
         "donor": [[name, name, text] for name, text in DONORS.items()],
         "site": [[name, name, text] for name, text in PATCH_SITES.items()],
-        "direction": [[name, name, f"the {name.removeprefix('into-')} path is patched"] for name in DIRECTIONS],
+        "direction": [
+            [name, name, f"the {name.removeprefix('into-')} path is patched"] for name in DIRECTIONS
+        ],
         "distance": [
             ["l2", "L2", "of the logits"],
             ["kl", "KL", "in nats"],
@@ -38,17 +40,23 @@ def choices_of(bench: PatchBench, question: Asked) -> Data:
     steps = range(question.first, len(bench.fed) + 1)
     span = question.positions
     layers, heads = (
-        [[list(numbers), numbers_in_words(numbers), "at once"]] if isinstance(numbers, tuple) else []
+        [[list(numbers), numbers_in_words(numbers), "at once"]]
+        if isinstance(numbers, tuple)
+        else []
         for numbers in (question.layer, question.head)
     )
     spans = []
     if isinstance(span, tuple):
         text = "".join(pieces[slice(*span)])
-        spans = [[list(span), positions_in_words(span), text if len(text) <= 12 else f"{text[:11]}…"]]
+        spans = [
+            [list(span), positions_in_words(span), text if len(text) <= 12 else f"{text[:11]}…"]
+        ]
     return {
-        # Every token, and whether the other prompt has a different one in its place; False for decoded tokens.
+        # Every token, and whether the other prompt has a different one in its place; False for
+        # decoded tokens.
         "tokens": [
-            [piece, at < len(prompt) and other[at : at + 1] != prompt[at : at + 1]] for at, piece in enumerate(pieces)
+            [piece, at < len(prompt) and other[at : at + 1] != prompt[at : at + 1]]
+            for at, piece in enumerate(pieces)
         ],
         "layer": [*([layer, str(layer), ""] for layer in range(facts.layers)), *layers],
         "head": [
@@ -58,7 +66,10 @@ def choices_of(bench: PatchBench, question: Asked) -> Data:
         ],
         "step": [
             [EVERY, "all", f"steps {question.first} to {len(bench.fed)}, each patched"],
-            *([s, str(s), f"fed {pieces[len(prompt) + s - 1]!r}" if s else "the prefill"] for s in steps),
+            *(
+                [s, str(s), f"fed {pieces[len(prompt) + s - 1]!r}" if s else "the prefill"]
+                for s in steps
+            ),
         ],
         "positions": [
             ["newest", "newest", "the one that decides the next token"],
@@ -81,7 +92,10 @@ def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> Data:
     lists = [
         {
             "title": titles[str(run)],
-            "rows": [[repr(row.text), f"{row.probability:.4g}", f"{row.logit:.5g}"] for row in rows.itertuples()],
+            "rows": [
+                [repr(row.text), f"{row.probability:.4g}", f"{row.logit:.5g}"]
+                for row in rows.itertuples()
+            ],
         }
         for run, rows in answer.tokens.groupby("run", sort=False)
     ]
@@ -99,9 +113,16 @@ def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> Data:
     return {
         "lead": lead,
         "rest": f"{'. '.join(rest)}.",
-        "said": question_in_words(question, bench.adapter.facts.heads_of(question.site), len(bench.fed)),
+        "said": question_in_words(
+            question, bench.adapter.facts.heads_of(question.site), len(bench.fed)
+        ),
         "distances": [
-            [name, f"{before:.4g}", f"{after:.4g}", "undefined" if math.isnan(share) else f"{share:.2%}"]
+            [
+                name,
+                f"{before:.4g}",
+                f"{after:.4g}",
+                "undefined" if math.isnan(share) else f"{share:.2%}",
+            ]
             for name, before, after, share in (distances.pop(measure), *distances.values())
         ],
         "lists": lists,
@@ -111,15 +132,19 @@ def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> Data:
 
 
 def code_of(question: Asked, prompt: str, other: str, bench: str) -> str:
-    """The call that gives the same answer, for a model named ``model``, on a bench made of these arguments."""
-    options = {name: value for name, value in vars(question).items() if value != getattr(Asked, name)}
+    """The call that gives the same answer, for a model named ``model``, on a bench made of these
+    arguments.
+    """
+    options = {
+        name: value for name, value in vars(question).items() if value != getattr(Asked, name)
+    }
     if question.donor == "prompt" and other.strip():
         options["other"] = other
     choices = "".join(f", {name}={value!r}" for name, value in options.items())
     return f"kv.PatchBench(model, {bench}).ask({prompt!r}{choices})"
 
 
-# Sentences -------------------------------------------------------------------------------------------------------------
+# Sentences ----------------------------------------------------------------------------------------
 
 
 def label_of(question: Asked) -> str:
@@ -127,7 +152,11 @@ def label_of(question: Asked) -> str:
     head = "" if question.head is None else f", head {numbers_in_words(question.head)}"
     place = f"{question.site}, layer {numbers_in_words(question.layer)}{head}"
     positions = question.positions
-    where = f"positions {positions_in_words(positions)}" if isinstance(positions, tuple) else f"{positions} positions"
+    where = (
+        f"positions {positions_in_words(positions)}"
+        if isinstance(positions, tuple)
+        else f"{positions} positions"
+    )
     return f"{place}, {where}, step {question.step}, {question.direction}, {question.donor}"
 
 
@@ -140,16 +169,30 @@ def question_in_words(question: Asked, heads: tuple[int, str], last_step: int) -
         last_step: The last step.
     """
     count, kind = heads
-    several = f"all {count} {kind}s at once" if question.head is None else f"{kind} {numbers_in_words(question.head)}"
-    place = f"{question.site} of layer {numbers_in_words(question.layer)}" + (f", {several}" if count else "")
+    several = (
+        f"all {count} {kind}s at once"
+        if question.head is None
+        else f"{kind} {numbers_in_words(question.head)}"
+    )
+    place = f"{question.site} of layer {numbers_in_words(question.layer)}" + (
+        f", {several}" if count else ""
+    )
     positions = question.positions
     spots = {
         "newest": "the newest position",
-        "all": "all positions that attention reads" if question.site in PATCHED_CACHE else "all positions computed",
+        "all": "all positions that attention reads"
+        if question.site in PATCHED_CACHE
+        else "all positions computed",
         "earlier": "all positions but the newest",
     }
-    where = f"positions {positions_in_words(positions)}" if isinstance(positions, tuple) else spots[str(positions)]
-    every = f"at every step from {question.first} to {last_step}, and the distances are means over them"
+    where = (
+        f"positions {positions_in_words(positions)}"
+        if isinstance(positions, tuple)
+        else spots[str(positions)]
+    )
+    every = (
+        f"at every step from {question.first} to {last_step}, and the distances are means over them"
+    )
     when = every if question.step == EVERY else f"at step {question.step} alone"
     source = {
         "path": f"the {question.other} path's",

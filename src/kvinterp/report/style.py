@@ -1,4 +1,5 @@
-"""The style of all figures: readable in grey, by the colour-blind and on a phone; and functions that save figures.
+"""The style of all figures: readable in grey, by the colour-blind and on a phone; and functions
+that save figures.
 
 It uses no pyplot, so that importing and drawing leave no trace in the user's session.
 """
@@ -21,17 +22,24 @@ from matplotlib.figure import Figure
 
 from kvinterp.common.numbers import listed
 
-RC = matplotlib.rc_params_from_file(Path(__file__).with_name("static") / "figures.mplstyle", use_default_template=False)
+RC = matplotlib.rc_params_from_file(
+    Path(__file__).with_name("static") / "figures.mplstyle", use_default_template=False
+)
 Provenances: TypeAlias = Sequence[Mapping[str, Any]]
 """What each model of a figure was run with."""
 CMAP = LinearSegmentedColormap.from_list("amount", ["#efeaf6", "#4a148c"])
-"""For maps, the colours of ``static/draw.css``: the nearest to the background is the least, on a light and on a dark page."""
+"""For maps, the colours of ``static/draw.css``: the nearest to the background is the least, on a
+light and on a dark page.
+"""
 DIVERGING = LinearSegmentedColormap.from_list("signed", ["#b04a00", "#ffffff", "#005a9e"])
-"""White at 0, orange below, blue above: distinct for the colour-blind; in grey the sign in each cell distinguishes them."""
+"""White at 0, orange below, blue above: distinct for the colour-blind; in grey the sign in each
+cell distinguishes them.
+"""
 
 
-#: The colour, the marker and the dashes of each line. The colours are Okabe and Ito's (https://jfly.uni-koeln.de/color/),
-#: darkened to a contrast of 4 with white, the darker ones first.
+#: The colour, the marker and the dashes of each line. The colours are Okabe and Ito's
+#  (https://jfly.uni-koeln.de/color/), darkened to a contrast of 4 with white, the darker ones
+#  first.
 SERIES: tuple[tuple[str, str, Any], ...] = (
     ("#0072B2", "o", "-"),
     ("#CC5A00", "s", (0, (4, 2))),
@@ -51,23 +59,33 @@ def line_of(index: int) -> dict[str, Any]:
     color, marker, dashes = (SERIES[(place + part * turn) % len(SERIES)][part] for part in range(3))
     # Every second line has hollow markers: where two coincide, both are visible.
     hollow = {"markerfacecolor": "#ffffff"} if (index + turn) % 2 else {}
-    look = {"color": color, "marker": marker, "linestyle": dashes, "linewidth": 1.4, "markersize": 4}
+    look = {
+        "color": color,
+        "marker": marker,
+        "linestyle": dashes,
+        "linewidth": 1.4,
+        "markersize": 4,
+    }
     return {**look, **hollow}
 
 
 def ink_on(color: Any) -> str:
-    """Black or white, whichever reads better on a colour of a map, also where a dark page inverts lightness."""
+    """Black or white, whichever reads better on a colour of a map, also where a dark page inverts
+    lightness.
+    """
     # Relative luminance (WCAG 2.2, https://www.w3.org/TR/WCAG22/#dfn-relative-luminance).
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color[:3]]
     return "#ffffff" if np.dot([0.2126, 0.7152, 0.0722], linear) < 0.188 else "#000000"
 
 
-# The sheet -------------------------------------------------------------------------------------------------------------
+# The sheet ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def sheet(width: float, height: float) -> Iterator[Figure]:
-    """Makes an empty figure with a size in inches, outside of pyplot, and applies the style while the context lasts."""
+    """Makes an empty figure with a size in inches, outside of pyplot, and applies the style while
+    the context lasts.
+    """
     with matplotlib.rc_context(RC):
         figure = Figure(figsize=(width, height), layout="constrained")
         # In inches: no label touches the edge.
@@ -80,7 +98,9 @@ SMALL = 5.5
 
 
 def sign(figure: Figure, text: str, provenances: Provenances, size: float = SMALL) -> Figure:
-    """Writes a text of a size in points below a figure, and attaches the full provenances for :func:`png`."""
+    """Writes a text of a size in points below a figure, and attaches the full provenances for
+    :func:`png`.
+    """
     figure.supxlabel(text, x=0.01, ha="left", fontsize=size, color="#555555")
     figure.provenance = list(provenances)  # type: ignore[attr-defined]  # kept for png()
     return figure
@@ -89,7 +109,13 @@ def sign(figure: Figure, text: str, provenances: Provenances, size: float = SMAL
 def png(figure: Figure, dots: int = 160) -> bytes:
     """A figure as PNG, ``dots`` per inch, with the full provenance in its text fields."""
     provenance = json.dumps(getattr(figure, "provenance", []))
-    return saved(figure, RC, format="png", dpi=dots, metadata={"Software": "kvinterp", "Description": provenance})
+    return saved(
+        figure,
+        RC,
+        format="png",
+        dpi=dots,
+        metadata={"Software": "kvinterp", "Description": provenance},
+    )
 
 
 def saved(figure: Figure, style: Any, **options: Any) -> bytes:
@@ -100,24 +126,33 @@ def saved(figure: Figure, style: Any, **options: Any) -> bytes:
     return output.getvalue()
 
 
-# The small print -------------------------------------------------------------------------------------------------------
+# The small print ----------------------------------------------------------------------------------
 
 _MODEL = "{model} {kind} ({attention}) {dtype} weights {weights}"
 _VERSIONS = "torch {torch} · transformers {transformers} · TransformerLens {transformer_lens} · kvinterp {kvinterp}"
 
 
 def small_print(provenances: Provenances, lines: Sequence[str] = (), width: int = 130) -> str:
-    """The text below a figure, in lines of a width: further lines, then what the provenances say, each text once."""
+    """The text below a figure, in lines of a width: further lines, then what the provenances say,
+    each text once.
+    """
     texts = [*lines]
     # What was computed elsewhere says nothing of a machine.
     for provenance in filter(None, provenances):
         about = collections.defaultdict(lambda: "not given", provenance)
         # A result of several pairs has a list of paths b.
-        paths = (path if isinstance(path, str) else listed(path) for path in provenance.get("paths", {}).values())
-        choices = [str(about[name]) for name in ("direction", "protocol", "strategy") if name in about]
+        paths = (
+            path if isinstance(path, str) else listed(path)
+            for path in provenance.get("paths", {}).values()
+        )
+        choices = [
+            str(about[name]) for name in ("direction", "protocol", "strategy") if name in about
+        ]
         choices += [f"seed {about['seed']}"] if "seed" in about else []
         # A result of many models has no model of its own, only a machine.
         model = _MODEL if "model" in about else ""
         texts += [" against ".join(paths), ", ".join(choices)]
-        texts += [text.format_map(about) for text in (model, _VERSIONS, "{device}, threads: {threads}")]
+        texts += [
+            text.format_map(about) for text in (model, _VERSIONS, "{device}, threads: {threads}")
+        ]
     return textwrap.fill(" · ".join(dict.fromkeys(filter(None, texts))), width)

@@ -1,7 +1,7 @@
 """Makes an SVG of a figure for use inside a page, with its texts as text.
 
-matplotlib draws every figure once, for a white background. A dark page inverts its lightness (``.drawn`` in
-``static/page.css``), which keeps any contrast of 3 or more.
+matplotlib draws every figure once, for a white background. A dark page inverts its lightness
+(``.drawn`` in ``static/page.css``), which keeps any contrast of 3 or more.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from kvinterp.errors import visible
 from kvinterp.report.page import Picture
 from kvinterp.report.style import RC, png, saved
 
-_LOOK = (
-    "stroke-linejoin:round;stroke-linecap:butt;font-family:'DejaVu Sans', Verdana, 'Bitstream Vera Sans', Arial, sans-serif"
-)
+_LOOK = "stroke-linejoin:round;stroke-linecap:butt;font-family:'DejaVu Sans', Verdana, 'Bitstream Vera Sans', Arial, sans-serif"
 _BROAD = 7.5
 """A figure that is wider, in inches, has a row of the page to itself."""
 
@@ -46,12 +44,15 @@ def inline(figure: Figure, name: str) -> str:
     style = {**RC, "svg.hashsalt": name, "svg.fonttype": "none"}
     about = {"Creator": "kvinterp", "Date": None}
     text = saved(figure, style, format="svg", dpi=144, metadata=about, transparent=True).decode()
-    # XML cannot express some characters, which a model's name may have, and others turn the text around.
+    # XML cannot express some characters, which a model's name may have, and others turn the text
+    # around.
     text = re.sub("[\ufffe\uffff]", "\ufffd", visible(text[text.index("<svg") :]))
     body = re.sub(r"(?s)<metadata>.*?</metadata>|<style.*?</style>", "", text.partition(">")[2])
     referenced = set(re.findall(r"""[("]#([^")]+)""", body))
     # matplotlib escapes ">" in texts and in attributes, so that it only ends tags.
-    body = re.sub("(?s)<[^>]*>", lambda tag: _shorten(tag[0], referenced), re.sub(r">\s+<", "><", body))
+    body = re.sub(
+        "(?s)<[^>]*>", lambda tag: _shorten(tag[0], referenced), re.sub(r">\s+<", "><", body)
+    )
     width, height = figure.get_size_inches()
     broad = " broad" if width > _BROAD else ""
     view = f'viewBox="0 0 {72 * width:g} {72 * height:g}" class="drawn{broad}" style="--inches:{width:g};{_LOOK}"'
@@ -59,8 +60,12 @@ def inline(figure: Figure, name: str) -> str:
 
 
 def _shorten(tag: str, referenced: set[str]) -> str:
-    """Removes ids that nothing refers to, and shortens numbers, except in the place of a picture."""
+    """Removes ids that nothing refers to, and shortens numbers, except in the place of a
+    picture.
+    """
     tag = re.sub(' id="([^"]*)"', lambda match: match[0] if match[1] in referenced else "", tag)
     if not tag.startswith("<image"):
-        tag = re.sub(r"\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), tag)
+        tag = re.sub(
+            r"\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), tag
+        )
     return tag.replace("xlink:href", "href").replace(" font-family: 'DejaVu Sans';", "")

@@ -1,9 +1,11 @@
 """Say whether cached decoding is right: PASS, FAIL or CANNOT TELL, with one word that says why.
 
-Words that pass: equal, rounding, kernel. Words that fail: bug, unexplained, hidden-cast, wrong-dtype, overflow.
-Words that fail with --against alone: misaligned, processed, policy. --json prints the verdict for programs.
+Words that pass: equal, rounding, kernel. Words that fail: bug, unexplained, hidden-cast,
+wrong-dtype, overflow. Words that fail with --against alone: misaligned, processed, policy. --json
+prints the verdict for programs.
 
-Exit codes: 0 it passes, or --allow names its word; 1 it fails; 2 bad input, or the model cannot run; 3 cannot tell.
+Exit codes: 0 it passes, or --allow names its word; 1 it fails; 2 bad input, or the model cannot
+run; 3 cannot tell.
 """
 
 from __future__ import annotations
@@ -60,7 +62,10 @@ def _calls(text: str) -> None:
         known = operations if is_program else plugins_read(f"{place}.names:Name", f"{place}.names")
         for part in split(call, "+"):
             check_name(
-                "operation" if is_program else "program", part, known, "Values go in brackets, as in padded(left,5)."
+                "operation" if is_program else "program",
+                part,
+                known,
+                "Values go in brackets, as in padded(left,5).",
             )
 
 
@@ -92,18 +97,22 @@ class Audit(Experiment):
         flag="--class",
     )
     config: Path | None = option(
-        None, "The config.json for package.module:Class. Default: the default values of its config class."
+        None,
+        "The config.json for package.module:Class. Default: the default values of its config class.",
     )
     random_init: bool = shared("random_init")
     prompts: str | None = option(
-        None, "A text, a .txt or .jsonl file, arithmetic:N, ... Default: two prompts of random tokens."
+        None,
+        "A text, a .txt or .jsonl file, arithmetic:N, ... Default: two prompts of random tokens.",
     )
     kind: str = shared("kind")
     dtype: str | None = option(
         None,
         "float16, bfloat16, float32 or float64. Default: float16; for package.module:Class its own.",
     )
-    rungs: str = option("bfloat16,float16,float32,float64", "Precisions to run in, besides --dtype.")
+    rungs: str = option(
+        "bfloat16,float16,float32,float64", "Precisions to run in, besides --dtype."
+    )
     lengths: tuple[int, ...] | None = option(
         None,
         "Lengths of the prompts, each followed by single tokens. Default: 5,63,64,65,96,97,128 and the lengths around "
@@ -117,7 +126,8 @@ class Audit(Experiment):
     )
     thorough: bool = option(False, "The same as --checks thorough.")
     reach: bool = option(
-        False, "Also decode past every limit in the config, however far: sliding window, RoPE switch, end of the context."
+        False,
+        "Also decode past every limit in the config, however far: sliding window, RoPE switch, end of the context.",
     )
     calls: str = option(
         "",
@@ -129,16 +139,26 @@ class Audit(Experiment):
         None,
         "Ask about another cache than the model's own, on this model: quantized(4), quantized(8,fp8), static, offloaded, or "
         "your own class, package.module:Class.",
-        only=(lambda asked: asked.against is None, "a file of --against brings no cache; leave it out"),
+        only=(
+            lambda asked: asked.against is None,
+            "a file of --against brings no cache; leave it out",
+        ),
     )
     lossy: bool = option(
         False,
         "Your own --cache is meant to lose something, as a quantised one does.",
-        only=(lambda asked: asked.cache is not None, "no cache was given; give one with --cache, or leave it out"),
+        only=(
+            lambda asked: asked.cache is not None,
+            "no cache was given; give one with --cache, or leave it out",
+        ),
     )
-    programs: int = option(100, "How many programs of the cache to run: each use once, then drawn ones (--seed).")
+    programs: int = option(
+        100, "How many programs of the cache to run: each use once, then drawn ones (--seed)."
+    )
     seconds: float = option(80.0, "Processor seconds that the programs take at most.")
-    allow: tuple[str, ...] = option((), "A verdict that should not fail, such as hidden-cast; may be given several times.")
+    allow: tuple[str, ...] = option(
+        (), "A verdict that should not fail, such as hidden-cast; may be given several times."
+    )
     seed: int = option(
         0,
         "Seed for random prompts and random weights.",
@@ -158,13 +178,19 @@ class Audit(Experiment):
     format: str | None = option(
         None,
         "Format of the --against file. Default: recognised from its content.",
-        only=(lambda asked: asked.against is not None, "no file was given; give one with --against, or leave it out"),
+        only=(
+            lambda asked: asked.against is not None,
+            "no file was given; give one with --against, or leave it out",
+        ),
         early=_format,
     )
     older: str | None = option(
         None,
         "The model with weights of an earlier time, or without an adapter, which the engine of --against or its cache may have.",
-        only=(lambda asked: asked.against is not None, "no file was given; give one with --against, or leave it out"),
+        only=(
+            lambda asked: asked.against is not None,
+            "no file was given; give one with --against, or leave it out",
+        ),
     )
 
     def is_own_code(self) -> bool:
@@ -182,17 +208,36 @@ class Audit(Experiment):
         for rung in self.rungs.split(","):
             dtype_named(rung.strip())
         if self.thorough and self.checks not in ("default", "thorough"):
-            raise InputError(f"--thorough was given with --checks {self.checks!r}: leave one of the two out.")
-        asked = {"reach": self.reach, "calls": programs_named(self.calls), "cache": self.cache and cache_named(self.cache)}
+            raise InputError(
+                f"--thorough was given with --checks {self.checks!r}: leave one of the two out."
+            )
+        asked = {
+            "reach": self.reach,
+            "calls": programs_named(self.calls),
+            "cache": self.cache and cache_named(self.cache),
+        }
         for name, value in asked.items():
             if value and self.checks == "none":
-                raise InputError(f"--{name} was given with --checks none: leave one of the two out.")
+                raise InputError(
+                    f"--{name} was given with --checks none: leave one of the two out."
+                )
 
     def _check_against(self) -> None:
         """Refuses what is read of the audit of a cache alone, and a file that is not there."""
         check_file(str(self.against))
         fields = {field.name: field.default for field in dataclasses.fields(self)}
-        for name in ("prompts", "rungs", "lengths", "steps", "checks", "thorough", "reach", "calls", "programs", "seconds"):
+        for name in (
+            "prompts",
+            "rungs",
+            "lengths",
+            "steps",
+            "checks",
+            "thorough",
+            "reach",
+            "calls",
+            "programs",
+            "seconds",
+        ):
             if getattr(self, name) != fields[name]:
                 raise InputError(
                     f"--{name} was given with --against, which feeds the tokens of its file and runs no checks: leave it out."
@@ -203,7 +248,9 @@ class Audit(Experiment):
         return [Cell("audit", self.audited)]
 
     def audited(self, tell: Tell) -> Made:
-        """The audit of a model, or the verdict on another engine's log-probs: its tables, and page and verdict as texts."""
+        """The audit of a model, or the verdict on another engine's log-probs: its tables, and page
+        and verdict as texts.
+        """
         prompts = None if self.prompts is None else load_prompts(self.prompts)
         result: Any
         # What a user's code prints is no part of what this command says.
@@ -219,16 +266,20 @@ class Audit(Experiment):
                     progress=tell,
                     cache=self.cache,
                     lossy="yes" if self.lossy else "no",
-                    **self.choices("steps", "seed", "allow", "lengths", "calls", "programs", "seconds"),
+                    **self.choices(
+                        "steps", "seed", "allow", "lengths", "calls", "programs", "seconds"
+                    ),
                 )
             else:
-                # --dtype is what the engine was said to run in. Of weights that were rounded to it no other precision is found
-                # again.
+                # --dtype is what the engine was said to run in. Of weights that were rounded to it
+                # no other precision is found again.
                 adapter = loaded({**self.model_settings(), "dtype": "float32"})
                 older = None
                 if self.older is not None:
                     trust = "trust" if self.remote_code else "refuse"
-                    older = load_model(self.older, self.kind, "float32", self.device, self.attention, trust)
+                    older = load_model(
+                        self.older, self.kind, "float32", self.device, self.attention, trust
+                    )
                 how = (self.dtype, self.format, self.allow, self.seed, tell, older)
                 result = against_named()(adapter, self.against, *how)
         texts, tables = files_of(result)
@@ -242,13 +293,31 @@ class Audit(Experiment):
 
     def model_settings(self, name: str | None = None) -> dict[str, Any]:
         """How the model is built: of a checkpoint, a config, or the user's code."""
-        names = ("model", "own_class", "random_init", "kind", "dtype", "seed", "device", "attention", "remote_code")
-        return {"loader": f"{__name__}:subject", **self.choices(*names), "config": self.config and str(self.config)}
+        names = (
+            "model",
+            "own_class",
+            "random_init",
+            "kind",
+            "dtype",
+            "seed",
+            "device",
+            "attention",
+            "remote_code",
+        )
+        return {
+            "loader": f"{__name__}:subject",
+            **self.choices(*names),
+            "config": self.config and str(self.config),
+        }
 
-    def run(self, out: str | Path | None, existing: str = "error", *how: Any, **more: Any) -> Result:
+    def run(
+        self, out: str | Path | None, existing: str = "error", *how: Any, **more: Any
+    ) -> Result:
         """Audits, and writes page, tables and verdict over an earlier audit's."""
         if existing == "use":
-            raise InputError("existing='use' was given, and an audit is made anew each time: leave it out.")
+            raise InputError(
+                "existing='use' was given, and an audit is made anew each time: leave it out."
+            )
         folder = None if out is None else Path(out)
         if folder is not None:
             check_own(folder)
@@ -258,7 +327,9 @@ class Audit(Experiment):
         result.folder = folder
         return result
 
-    def save(self, result: Any, folder: Any, existing: str = "overwrite", figures: str = "none") -> Path:
+    def save(
+        self, result: Any, folder: Any, existing: str = "overwrite", figures: str = "none"
+    ) -> Path:
         """Writes page, tables and verdict over an earlier audit's."""
         check_choice("existing", existing, ("overwrite",))
         texts, tables = (result.others, result.tables) if result.others else files_of(result)
@@ -276,8 +347,12 @@ class Audit(Experiment):
         assert result.folder is not None, "the command writes a folder"
         for what, name in {"page": "report.html", "verdict": "verdict.json"}.items():
             echo(f"{what:<8} {result.folder / name}")
-        if not (result.summary["exit_code"] or self.against or self.random_init or self.is_own_code()):
-            echo(f"next     kvinterp compare {self.model}: what rounding does to its answers, token by token")
+        if not (
+            result.summary["exit_code"] or self.against or self.random_init or self.is_own_code()
+        ):
+            echo(
+                f"next     kvinterp compare {self.model}: what rounding does to its answers, token by token"
+            )
 
 
 def subject(
@@ -313,13 +388,22 @@ def subject(
             )
         if not random_init:
             return load_model(
-                model, kind=kind, dtype=dtype or "float16", device=device, attention=attention, remote_code=trust
+                model,
+                kind=kind,
+                dtype=dtype or "float16",
+                device=device,
+                attention=attention,
+                remote_code=trust,
             )
         if kind != "native":
-            raise InputError(f"--kind {kind!r} was given with --random-init: expected native, leave one of the two out.")
+            raise InputError(
+                f"--kind {kind!r} was given with --random-init: expected native, leave one of the two out."
+            )
         return random_model(model, torch_dtype or torch.float16, seed, device, attention, trust)
     if kind != "native" or attention is not None:
-        raise InputError(f"{code!r} is your own code, which says itself what it is: leave --kind and --attention out.")
+        raise InputError(
+            f"{code!r} is your own code, which says itself what it is: leave --kind and --attention out."
+        )
     source: str | Path | None = config if code is model else model
     if own_class is not None and config is not None:
         if model is not None:
@@ -327,8 +411,18 @@ def subject(
                 f"--config {str(config)!r} and {model!r} were both given for {code!r}: leave one of the two out."
             )
         source = config
-    loaded = code is not model and model is not None and not random_init and not model.endswith(".json")
+    loaded = (
+        code is not model and model is not None and not random_init and not model.endswith(".json")
+    )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     weights = "loaded" if loaded else "random"
-    return users_model(code, source, weights=weights, dtype=torch_dtype, seed=seed, device=device, remote_code=trust)
+    return users_model(
+        code,
+        source,
+        weights=weights,
+        dtype=torch_dtype,
+        seed=seed,
+        device=device,
+        remote_code=trust,
+    )

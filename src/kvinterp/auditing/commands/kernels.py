@@ -1,4 +1,6 @@
-"""Measure which of a model's operations change their bits with the number of rows, the number of keys or the batch."""
+"""Measure which of a model's operations change their bits with the number of rows, the number of
+keys or the batch.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,14 @@ class Kernels(Experiment):
     random_init: bool = shared("random_init")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
-    kernels: str = option("native", "The kernels to examine: native, batch_invariant, split_k(4,float16), layer_cast, ...")
+    kernels: str = option(
+        "native",
+        "The kernels to examine: native, batch_invariant, split_k(4,float16), layer_cast, ...",
+    )
     sizes: tuple[int, ...] = option(
-        (1, 2, 17, 64, 128, 257), "The numbers of rows, and of keys, to compare.", example="1,2,17,64"
+        (1, 2, 17, 64, 128, 257),
+        "The numbers of rows, and of keys, to compare.",
+        example="1,2,17,64",
     )
     seed: int = option(0, "Seed for the random prompt.")
     device: str | None = shared("device")
@@ -46,12 +53,23 @@ class Kernels(Experiment):
 
     def measured(self) -> Made:
         """The kernels table of a model."""
-        table = kernels_table(self.adapter(), sizes=list(self.sizes), **self.choices("kernels", "seed"))
+        table = kernels_table(
+            self.adapter(), sizes=list(self.sizes), **self.choices("kernels", "seed")
+        )
         return table.tables, {"first": table.first, "provenance": table.provenance}
 
     def model_settings(self, name: str | None = None) -> dict[str, Any]:
         """The model, which may be of a config alone."""
-        names = ("model", "random_init", "kind", "dtype", "seed", "device", "attention", "remote_code")
+        names = (
+            "model",
+            "random_init",
+            "kind",
+            "dtype",
+            "seed",
+            "device",
+            "attention",
+            "remote_code",
+        )
         return {"loader": "kvinterp.auditing.commands.audit:subject", **self.choices(*names)}
 
     def reduce(self, parts: Parts) -> Result:
@@ -60,18 +78,30 @@ class Kernels(Experiment):
         return KernelsTable(tables["kernels"], about["first"], about["provenance"])
 
     def headline(self, table_of_kernels: Any) -> list[str]:
-        """How many operations depend on the shape they are called with, and where the first of them stands."""
+        """How many operations depend on the shape they are called with, and where the first of them
+        stands.
+        """
         first, _, rest = str(table_of_kernels).partition(". ")
         return [f"{first}, with {table_of_kernels.provenance['kernels']} kernels.", rest]
 
     def rows(self, table_of_kernels: Any) -> Rows:
         """A row an operation and what was varied: those whose bits change first."""
-        table = table_of_kernels.summary().sort_values("max_ulp_of_row", ascending=False, kind="stable")
-        options: dict[str, Any] = {"by": ("operation", "shape", "varied"), "unit": "calls", "measure": "ULP"}
+        table = table_of_kernels.summary().sort_values(
+            "max_ulp_of_row", ascending=False, kind="stable"
+        )
+        options: dict[str, Any] = {
+            "by": ("operation", "shape", "varied"),
+            "unit": "calls",
+            "measure": "ULP",
+        }
         what = "largest difference, in units of a row's largest number"
         for row in table.to_dict("records"):
             away = f", not with {row['flags_that_fix']}" * bool(row["flags_that_fix"])
-            note = "same bits" if row["same_bits"] else f"other bits from {row['first_size_that_differs']:g} on{away}"
+            note = (
+                "same bits"
+                if row["same_bits"]
+                else f"other bits from {row['first_size_that_differs']:g} on{away}"
+            )
             note += "; a back end that the model does not call" * (row["calls"] == 0)
             yield finding_from(row, what, "max_ulp_of_row", **options, n=row["calls"], note=note)
 
@@ -79,5 +109,12 @@ class Kernels(Experiment):
         """How far the bits of each operation move, by what was varied."""
         table = table_of_kernels.summary()
         table["line"] = table["operation"] + ", " + table["shape"]
-        panel = Panel(table, "max_ulp_of_row", "line", "dots", color="varied", label="ULP of a row's largest number")
+        panel = Panel(
+            table,
+            "max_ulp_of_row",
+            "line",
+            "dots",
+            color="varied",
+            label="ULP of a row's largest number",
+        )
         return {"kernels": Chart("How far other sizes move an operation's numbers", [panel])}

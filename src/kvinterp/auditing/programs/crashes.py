@@ -1,4 +1,6 @@
-"""Whose an error is that a use of a cache met, read from its traceback: a library refuses, it crashes, or kvinterp does."""
+"""Whose an error is that a use of a cache met, read from its traceback: a library refuses, it
+crashes, or kvinterp does.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ NUMBER = re.compile(r"^assert .*[=<>] ?\d")
 
 
 def whose(error: BaseException, model: nn.Module | None, cache: object = None) -> tuple[str, str]:
-    """Whether a library refuses (a ``raise`` of its own, with a sentence) or crashes, or kvinterp does; and file and line.
+    """Whether a library refuses (a ``raise`` of its own, with a sentence) or crashes, or kvinterp
+    does; and file and line.
 
     Args:
         error: As it was caught.
-        model: The model that ran; None where its user's own code did, whose ``raise`` and ``assert`` say what it takes.
+        model: The model that ran; None where its user's own code did, whose ``raise`` and
+            ``assert`` say what it takes.
         cache: The cache that it ran on, whose class may be anybody's.
     """
     frames, at = list[TracebackType](), error.__traceback__
@@ -47,18 +51,27 @@ def whose(error: BaseException, model: nn.Module | None, cache: object = None) -
             return OURS, place
         if model is None and package not in LIBRARIES:
             written = linecache.getline(met.tb_frame.f_code.co_filename, met.tb_lineno).strip()
-            # An assert without a sentence says what is taken where it names a number, as in assert ids.shape[0] == 1.
-            bare = isinstance(error, AssertionError) and not str(error) and bool(NUMBER.search(written))
+            # An assert without a sentence says what is taken where it names a number, as in assert
+            # ids.shape[0] == 1.
+            bare = (
+                isinstance(error, AssertionError)
+                and not str(error)
+                and bool(NUMBER.search(written))
+            )
             refuses, place = _says(error) or bare, f"{place}: {written}" if bare else place
         else:
-            theirs = {_package(type(cache).__module__)} | (set() if model is None else _packages(model))
+            theirs = {_package(type(cache).__module__)} | (
+                set() if model is None else _packages(model)
+            )
             refuses = _refuses(error) and package in LIBRARIES | theirs
         return (REFUSES if refuses and met is frames[-1] and _raises(met) else CRASHES), place
     return OURS, ""
 
 
 def _refuses(error: BaseException) -> bool:
-    """Whether it says what is not offered: not that tensors do not fit, nor that what its author took for granted is not so."""
+    """Whether it says what is not offered: not that tensors do not fit, nor that what its author
+    took for granted is not so.
+    """
     return not isinstance(error, AssertionError) and _says(error)
 
 

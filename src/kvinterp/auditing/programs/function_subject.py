@@ -1,4 +1,6 @@
-"""What a program runs on, where it is anybody's own code: a forward and a step, of any framework."""
+"""What a program runs on, where it is anybody's own code: a forward and a step, of any
+framework.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,25 @@ from kvinterp.errors import InputError, shown
 
 
 class FunctionSubject(Subject):
-    """Anybody's own code: a forward and a step, of any framework that gives something torch can read.
+    """Anybody's own code: a forward and a step, of any framework that gives something torch can
+    read.
 
     Args:
-        full: Token ids ``[row, position]`` to logits ``[row, position, vocabulary]``, without a cache.
-        step: Token ids of new positions and a cache (None for a new one) to their logits, or those of the last alone
-            (``[row, 1, vocabulary]`` or ``[row, vocabulary]``), and the cache behind them.
+        full: Token ids ``[row, position]`` to logits ``[row, position, vocabulary]``, without a
+            cache.
+        step: Token ids of new positions and a cache (None for a new one) to their logits, or those
+            of the last alone (``[row, 1, vocabulary]`` or ``[row, vocabulary]``), and the cache
+            behind them.
         name: What it is called.
         around: What every run stands in.
         device: Where token ids are to be.
         special: Token ids that are not fed.
-        controls: Those of them that a text may hold, such as its end; unless given the first few ids, where most vocabularies
-            have them.
+        controls: Those of them that a text may hold, such as its end; unless given the first few
+            ids, where most vocabularies have them.
         yours: What the two are, in a line.
-        requests: ``"any"``: caches may live beside one another. ``"one"``: the code holds its cache itself and serves one request
-            at a time, which ``step(ids, None)`` begins anew; the step may then return its logits alone.
+        requests: ``"any"``: caches may live beside one another. ``"one"``: the code holds its cache
+            itself and serves one request at a time, which ``step(ids, None)`` begins anew; the step
+            may then return its logits alone.
     """
 
     newest, against = "yes", "full() of a row's own tokens"
@@ -54,7 +60,8 @@ class FunctionSubject(Subject):
         self.name = name or f"{_named(full)} and {_named(step)}"
         self.device = torch.device("cpu") if device is None else device
         self.requests = requests
-        # What one request was fed, where the code holds its cache itself; and whether something else has run since.
+        # What one request was fed, where the code holds its cache itself; and whether something
+        # else has run since.
         self._fed: list[Tensor] = []
         self._interrupted = False
         # How what the step gives becomes logits and a cache, in Python.
@@ -63,7 +70,9 @@ class FunctionSubject(Subject):
             self.known = int(self.plain(self.tensor([[0, 1]])).shape[-1])
         self.vocabulary = min(self.known, WORDS)
         self.pad = -1
-        first = [token for token in range(min(FIRST_WORD, self.vocabulary - 2)) if token not in special]
+        first = [
+            token for token in range(min(FIRST_WORD, self.vocabulary - 2)) if token not in special
+        ]
         self.controls = tuple(first if controls is None else controls)
         self.measure()
         self.rows = self.rows if self._takes_rows() else 1
@@ -90,7 +99,9 @@ class FunctionSubject(Subject):
         return logits
 
     def feed(self, ids: Tensor, cache: Any, **told: Tensor) -> tuple[Tensor, Any]:
-        """What ``step`` gives; one that holds its cache itself is fed its request again where another forward came between."""
+        """What ``step`` gives; one that holds its cache itself is fed its request again where
+        another forward came between.
+        """
         if self.requests == "any":
             return self._step(ids, cache)
         self._fed = [*(self._fed if cache is not None else ()), ids]
@@ -122,7 +133,9 @@ class FunctionSubject(Subject):
         """``[row, column, vocabulary]``, of the last column alone where the step gives no more."""
         rows, columns = ids.shape
         if logits.dim() < 3 and logits.numel() == rows * logits.shape[-1]:
-            self._flat = self._flat if columns == 1 else "; logits = logits.reshape(-1, 1, logits.shape[-1])"
+            self._flat = (
+                self._flat if columns == 1 else "; logits = logits.reshape(-1, 1, logits.shape[-1])"
+            )
             logits = logits.reshape(rows, 1, -1)
         elif logits.dim() == 2 and rows == 1:
             self._flat, logits = "; logits = logits[None]", logits[None]
@@ -143,7 +156,9 @@ class FunctionSubject(Subject):
 
     @functools.cached_property
     def decodes(self) -> bool:  # type: ignore[override]
-        """Whether a text that is fed singly behind a prompt, or from its first token on, is right."""
+        """Whether a text that is fed singly behind a prompt, or from its first token on, is
+        right.
+        """
         text = [self.token(draw) for draw in [row_draw(0, 0)] for _ in range(12)]
         return any(self._decodes(text, first) for first in (9, 1))
 

@@ -1,7 +1,8 @@
-"""A program as lines of plain Python, written while it runs: what is done, what is judged, and the same without a cache.
+"""A program as lines of plain Python, written while it runs: what is done, what is judged, and the
+same without a cache.
 
-Tokens that ``generate()`` makes are read from what it returns, never copied into the lines: on a model that makes other tokens
-the lines compare these.
+Tokens that ``generate()`` makes are read from what it returns, never copied into the lines: on a
+model that makes other tokens the lines compare these.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ FED = ("logits[{row}, {column}]", "")
 GENERATED = ("out.logits[{column}][{row}]", "out.sequences")
 BEAMS = ("out.logits[{column}][out.beam_indices[{row}, {column}]]", "out.sequences")
 SEEN = ("seen[{column}][{row}, -1]", "tokens")
-"""How lines read the logits of a row and a column, and where the tokens stand that were generated before it, if any were."""
+"""How lines read the logits of a row and a column, and where the tokens stand that were generated
+before it, if any were.
+"""
 
 
 class Lines(list[str]):
     """The lines of a program.
 
     Attributes:
-        named: Whether ``ids`` stands in them for all columns on the cache, which it does once some were generated.
+        named: Whether ``ids`` stands in them for all columns on the cache, which it does once some
+            were generated.
         before: How many lines stand before those that make the logits that are judged.
         control: What makes these logits without a cache; empty where that is what was run.
         all_columns: All columns on the cache then, as an expression.
@@ -42,12 +46,16 @@ class Lines(list[str]):
             self.append(line)
 
     def columns(self, known: Tensor, new: Tensor) -> str:
-        """All columns as an expression: those that were known, ``[row, column]``, and new ones behind them."""
+        """All columns as an expression: those that were known, ``[row, column]``, and new ones
+        behind them.
+        """
         if self.named:
             return f"torch.cat([ids, torch.tensor({new.tolist()})], 1)" if new.shape[1] else "ids"
         return f"torch.tensor({torch.cat([known, new], 1).tolist()})"
 
-    def judged(self, reads: tuple[str, str], all_columns: str, control: str, line: str, beams: int = 1) -> None:
+    def judged(
+        self, reads: tuple[str, str], all_columns: str, control: str, line: str, beams: int = 1
+    ) -> None:
         """Adds the line whose logits are judged; see the attributes."""
         self.before, self.control, self._reads = len(self), control, reads
         self.all_columns, self.beams = all_columns, beams
@@ -75,7 +83,9 @@ class Lines(list[str]):
         return f"torch.cat([{text}, {made}], 1)" if count else text
 
 
-def arguments(ids: Tensor | str, told: Mapping[str, Tensor] = MappingProxyType({}), **more: object) -> str:
+def arguments(
+    ids: Tensor | str, told: Mapping[str, Tensor] = MappingProxyType({}), **more: object
+) -> str:
     """What a forward is called with, as it is written; an expression stands as it is."""
     first = ids if isinstance(ids, str) else f"torch.tensor({ids.tolist()})"
     tensors = [f"{name}=torch.tensor({given.tolist()})" for name, given in told.items()]

@@ -1,4 +1,6 @@
-"""What a program runs on, where it is a model of any kind: as it is called, its caches, and its lines of Python."""
+"""What a program runs on, where it is a model of any kind: as it is called, its caches, and its
+lines of Python.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,34 @@ from torch import Tensor
 
 from kvinterp.auditing.programs.lines import arguments
 from kvinterp.auditing.programs.program import ATTENTION, KEEP, MASKS, Program, Rows
-from kvinterp.auditing.programs.subject import NARROW, ROOM, WORDS, Subject, apart, casts_lifted, row_draw
+from kvinterp.auditing.programs.subject import (
+    NARROW,
+    ROOM,
+    WORDS,
+    Subject,
+    apart,
+    casts_lifted,
+    row_draw,
+)
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.caches import CacheKind
-from kvinterp.models.transformers_api import can_generate, flex_uncompiled, greedy, looks_for_packed_texts
+from kvinterp.models.transformers_api import (
+    can_generate,
+    flex_uncompiled,
+    greedy,
+    looks_for_packed_texts,
+)
 from kvinterp.models.transformers_cache import returned_cache
 
 COMPILED = 6
-"""The most blocks of a model of which a decode step is compiled unasked: torch takes half a second for each."""
+"""The most blocks of a model of which a decode step is compiled unasked: torch takes half a second
+for each.
+"""
 ASKED, SINGLY, PADS = 32, 8, 4
-"""Where a cache is asked how much it loses: tokens of a text, whole groups of most quantisers; those fed singly; and pads."""
+"""Where a cache is asked how much it loses: tokens of a text, whole groups of most quantisers;
+those fed singly; and pads.
+"""
 GOING = 8
 """The most caches that are kept to go on from."""
 LENGTHS = (
@@ -45,7 +64,8 @@ class ModelSubject(Subject):
 
     Args:
         adapter: The model; not touched but for what every forward does, and given back as it was.
-        lifted: The types whose casts are lifted to float64, where the model is cast to it; empty: the model as it is.
+        lifted: The types whose casts are lifted to float64, where the model is cast to it; empty:
+            the model as it is.
         kind: The kind of cache that is asked about; None for the model's own.
         declared: Whether that cache is said to lose something.
     """
@@ -67,7 +87,9 @@ class ModelSubject(Subject):
         self.nulls: dict[str, float] = {}
         self._going: list[tuple[tuple[int, ...], tuple[int, ...], Any, Any]] = []
         self.given = adapter
-        self.adapter = adapter if not lifted or adapter.dtype == torch.float64 else adapter.cast(torch.float64)
+        self.adapter = (
+            adapter if not lifted or adapter.dtype == torch.float64 else adapter.cast(torch.float64)
+        )
         self.lifted = lifted
         self.model: Any = self.adapter.model
         self.name, self.device = adapter.facts.name, adapter.device
@@ -76,17 +98,30 @@ class ModelSubject(Subject):
         # A HookedTransformer has a config of its own.
         config: Any = self.adapter.config or self.model.cfg
         self.special = special_tokens(self.adapter.source)
-        named_in = (config, getattr(self.adapter.source, "config", None), getattr(self.model, "generation_config", None))
-        pads, ends, begins = (control_tokens(kind, named_in, adapter.facts.vocabulary) for kind in ("pad", "eos", "bos"))
+        named_in = (
+            config,
+            getattr(self.adapter.source, "config", None),
+            getattr(self.model, "generation_config", None),
+        )
+        pads, ends, begins = (
+            control_tokens(kind, named_in, adapter.facts.vocabulary)
+            for kind in ("pad", "eos", "bos")
+        )
         self.pad = next(iter(pads), 0)
         self.end = next(iter(ends), self.pad)
         self.controls = tuple(dict.fromkeys((self.pad, *ends, *begins))) if self.native else ()
         self.vocabulary = min(adapter.facts.vocabulary, WORDS)
         named = config.to_dict() if hasattr(config, "to_dict") else vars(config)
-        whole = {name: n for name, n in named.items() if isinstance(n, int) and not isinstance(n, bool)}
-        self.context = min([adapter.facts.context, *(whole[name] for name in LENGTHS if whole.get(name, 0) > 0)])
+        whole = {
+            name: n for name, n in named.items() if isinstance(n, int) and not isinstance(n, bool)
+        }
+        self.context = min(
+            [adapter.facts.context, *(whole[name] for name in LENGTHS if whole.get(name, 0) > 0)]
+        )
         self.room = min(ROOM, self.context)
-        edges = [n for name, n in whole.items() if any(word in name for word in EDGES)] or [*whole.values()]
+        edges = [n for name, n in whole.items() if any(word in name for word in EDGES)] or [
+            *whole.values()
+        ]
         self.sizes = self._beside(edges), self._beside([*whole.values()])
         self.compiles = self.native and adapter.facts.layers <= COMPILED
         with self.running():
@@ -94,59 +129,92 @@ class ModelSubject(Subject):
         self.measure()
         if kind is not None:
             self._measure_cache()
-        self.generates = can_generate(self.model) if self.native else hasattr(self.model, "generate")
+        self.generates = (
+            can_generate(self.model) if self.native else hasattr(self.model, "generate")
+        )
 
     def _takes(self) -> frozenset[str]:
         taken = self.adapter.takes if self.native else {"attention_mask"}
         return frozenset(taken) & {"attention_mask", "position_ids"}
 
     def _beside(self, sizes: list[int]) -> tuple[int, ...]:
-        found = {n for size in sizes if 8 <= size <= self.room for n in (size - 1, size, size + 1) if n <= self.room}
+        found = {
+            n
+            for size in sizes
+            if 8 <= size <= self.room
+            for n in (size - 1, size, size + 1)
+            if n <= self.room
+        }
         return tuple(sorted(found)) or (7,)
 
     def _measure_cache(self) -> None:
-        """Measures what the cache loses, and where it is said to, how far it is from itself among more rows and behind pads."""
+        """Measures what the cache loses, and where it is said to, how far it is from itself among
+        more rows and behind pads.
+        """
         first = max(min(ASKED, self.room - SINGLY - PADS), 1)
         length, pieces = first + SINGLY, (first, *[1] * SINGLY)
-        texts = [[self.token(draw) for _ in range(length)] for draw in (row_draw(0, row) for row in range(self.rows))]
-        declared = self._declared or any(isinstance(layer, quantised_layer()) for layer in self._layers)
+        texts = [
+            [self.token(draw) for _ in range(length)]
+            for draw in (row_draw(0, row) for row in range(self.rows))
+        ]
+        declared = self._declared or any(
+            isinstance(layer, quantised_layer()) for layer in self._layers
+        )
         try:
             on_cache = [self.on_cache(text, pieces) for text in texts]
         except Exception:  # The first program says it.
             self.lossy = declared
             return
-        self.loss = max(apart(made, self.alone(text)) for made, text in zip(on_cache, texts, strict=True))
+        self.loss = max(
+            apart(made, self.alone(text)) for made, text in zip(on_cache, texts, strict=True)
+        )
         self.lossy = declared and self.loss > self.limit
         if not self.lossy:
             return
         self.crops_within = length
         with contextlib.suppress(Exception):
             rows = self._fed(self.tensor(texts), pieces)[0] if self.rows > 1 else on_cache
-            self.nulls["among more rows"] = max(apart(made, one) for made, one in zip(rows, on_cache, strict=True))
+            self.nulls["among more rows"] = max(
+                apart(made, one) for made, one in zip(rows, on_cache, strict=True)
+            )
         with contextlib.suppress(Exception):
             widths = pieces[0] + PADS, *pieces[1:]
-            padded = [self._fed(self.tensor([[self.pad] * PADS + text]), widths, None, PADS)[0][0, PADS:] for text in texts]
-            self.nulls["behind pads"] = max(apart(made, one) for made, one in zip(padded, on_cache, strict=True))
+            padded = [
+                self._fed(self.tensor([[self.pad] * PADS + text]), widths, None, PADS)[0][0, PADS:]
+                for text in texts
+            ]
+            self.nulls["behind pads"] = max(
+                apart(made, one) for made, one in zip(padded, on_cache, strict=True)
+            )
 
     @property
     def _layers(self) -> Sequence[Any]:
         return getattr(self.fresh(), "layers", ())
 
     def limit_of(self, rows: int, padded: bool) -> float:
-        """For a cache that loses: the root of how far it is from itself so, where that is nearer its loss than the logits."""
+        """For a cache that loses: the root of how far it is from itself so, where that is nearer
+        its loss than the logits.
+        """
         kinds = ["among more rows"] * (rows > 1) + ["behind pads"] * padded
         nulls = [null for kind in kinds if (null := self.nulls.get(kind, 0.0)) <= self.loss**0.5]
         return float(max([self.noise, *nulls]) ** 0.5)
 
     def holds(self, program: Program) -> bool:
-        """Whether what is right is known: not of a 4D mask past a window, nor of what a lossy cache loses otherwise.
+        """Whether what is right is known: not of a 4D mask past a window, nor of what a lossy cache
+        loses otherwise.
 
-        Told of a mask alone a model turns keys by other positions, and a cache that loses loses other things.
+        Told of a mask alone a model turns keys by other positions, and a cache that loses loses
+        other things.
         """
         alone = program.rows.told == "mask_alone" and any(program.rows.pads)
         # A layer without a window has None.
-        windows = [n for n in self.adapter.facts.windows if n is not None] if program.rows.told in MASKS else []
-        # A 4D mask has a column a token; over a window a cache holds fewer, and the forward without one sees past it.
+        windows = (
+            [n for n in self.adapter.facts.windows if n is not None]
+            if program.rows.told in MASKS
+            else []
+        )
+        # A 4D mask has a column a token; over a window a cache holds fewer, and the forward without
+        # one sees past it.
         return program.columns <= min(windows, default=program.columns) and not (
             self.lossy and (alone or program.rows.ways)
         )
@@ -159,28 +227,47 @@ class ModelSubject(Subject):
         return made.model_cache
 
     def on_cache(self, text: Sequence[int], pieces: tuple[int, ...]) -> Tensor:
-        """Logits of one row's own tokens, ``[position, vocabulary]``, fed to a new cache of the kind in pieces of so many."""
+        """Logits of one row's own tokens, ``[position, vocabulary]``, fed to a new cache of the
+        kind in pieces of so many.
+        """
         key = tuple(text), pieces
         if key not in self._on_cache:
-            begun = [one for one in self._going if key[0][: len(one[0])] == one[0] and pieces[: len(one[1])] == one[1]]
+            begun = [
+                one
+                for one in self._going
+                if key[0][: len(one[0])] == one[0] and pieces[: len(one[1])] == one[1]
+            ]
             best = max(begun, key=lambda one: len(one[0]), default=((), (), None, None))
             before, fed, cache, known = best
             with self.running():
-                logits, cache = self._fed(self.tensor([key[0][len(before) :]]), pieces[len(fed) :], cache)
-            self._on_cache[key] = logits[0].clone() if known is None else torch.cat([known, logits[0]])
+                logits, cache = self._fed(
+                    self.tensor([key[0][len(before) :]]), pieces[len(fed) :], cache
+                )
+            self._on_cache[key] = (
+                logits[0].clone() if known is None else torch.cat([known, logits[0]])
+            )
             # A cache goes on from where it stands, and only from there.
-            self._going = [*(one for one in self._going if one is not best), (*key, cache, self._on_cache[key])][-GOING:]
+            self._going = [
+                *(one for one in self._going if one is not best),
+                (*key, cache, self._on_cache[key]),
+            ][-GOING:]
         return self._on_cache[key]
 
-    def _fed(self, ids: Tensor, pieces: Sequence[int], cache: Any = None, pads: int = 0) -> tuple[Tensor, Any]:
-        """Logits of all columns of these rows, of which the first may be pads, fed to a cache in pieces; and the cache."""
+    def _fed(
+        self, ids: Tensor, pieces: Sequence[int], cache: Any = None, pads: int = 0
+    ) -> tuple[Tensor, Any]:
+        """Logits of all columns of these rows, of which the first may be pads, fed to a cache in
+        pieces; and the cache.
+        """
         logits, mask = [], torch.ones_like(ids)
         mask[:, :pads] = 0
         with self.running():
             for end, width in zip(itertools.accumulate(pieces), pieces, strict=True):
                 given = {} if not pads else {"attention_mask": mask[:, :end]}
                 if pads and self.offset is not None:
-                    given["position_ids"] = (mask[:, :end].cumsum(-1) - 1).clamp(min=0)[:, -width:] + self.offset
+                    given["position_ids"] = (mask[:, :end].cumsum(-1) - 1).clamp(min=0)[
+                        :, -width:
+                    ] + self.offset
                 made, cache = self.feed(ids[:, end - width : end], cache, **given)
                 logits.append(made)
         return torch.cat(logits, 1), cache
@@ -218,10 +305,14 @@ class ModelSubject(Subject):
             if self.way.fed == "types":
                 told = {"token_type_ids": ids % self._types, **told}
                 return self.model(input_ids=ids, use_cache=False, **told).logits
-            return self.adapter.forward(ids, None, told.get("attention_mask"), told.get("position_ids"))
+            return self.adapter.forward(
+                ids, None, told.get("attention_mask"), told.get("position_ids")
+            )
 
     def plain_as_called(self, ids: Tensor, **told: Tensor) -> Tensor:
-        """The same called as the program calls it; columns whose logits it is not asked for are filled in."""
+        """The same called as the program calls it; columns whose logits it is not asked for are
+        filled in.
+        """
         if not self.way.ways and not any(given.dim() == 4 for given in told.values()):
             return self.plain(ids, **told)
         with self.adapter.own_state([]), self.uncompiled():
@@ -236,11 +327,17 @@ class ModelSubject(Subject):
 
     @contextlib.contextmanager
     def called_as(self, rows: Rows) -> Iterator[None]:
-        """Inside, forwards are called as these rows say; what is right is known by attention and token types."""
+        """Inside, forwards are called as these rows say; what is right is known by attention and
+        token types.
+        """
         before = self.way, self._alone
         plain = rows.attention == "own" and rows.fed != "types"
         self.way = rows
-        self._alone = self._alone if plain else self._known.setdefault((rows.attention, rows.fed == "types"), {})
+        self._alone = (
+            self._alone
+            if plain
+            else self._known.setdefault((rows.attention, rows.fed == "types"), {})
+        )
         try:
             with attention_set(self.model, rows.attention):
                 yield
@@ -249,7 +346,9 @@ class ModelSubject(Subject):
 
     @functools.cached_property
     def choices(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
-        """Asked of the forward without a cache: what its signature has, what it does not refuse, and where it reads the mask."""
+        """Asked of the forward without a cache: what its signature has, what it does not refuse,
+        and where it reads the mask.
+        """
         # How else a forward is called is the model's own affair, whatever cache it is given.
         if not self.native or self.kind is not None:
             return {}
@@ -279,8 +378,11 @@ class ModelSubject(Subject):
         fed = ["embeds"] if "inputs_embeds" in takes and runs(fed="embeds") is not None else []
         if "token_type_ids" in takes and (whole := runs(fed="types")) is not None:
             with self.running(), self.called_as(dataclasses.replace(known, fed="types")):
-                # Of a prefix that is read in both directions types are no function of what came before.
-                begins = (apart(self.plain(ids[:, :end])[0], whole[:end]) for end in range(1, len(whole)))
+                # Of a prefix that is read in both directions types are no function of what came
+                # before.
+                begins = (
+                    apart(self.plain(ids[:, :end])[0], whole[:end]) for end in range(1, len(whole))
+                )
                 fed += ["types"] if all(off <= self.limit for off in begins) else []
         asks = [name for name in ("hidden", "attentions") if runs(asks=name) is not None]
         asks += ["last", "some"] if "logits_to_keep" in takes else []
@@ -292,22 +394,30 @@ class ModelSubject(Subject):
 
     @functools.cached_property
     def packs(self) -> bool:  # type: ignore[override]
-        """Where every layer attends, and the forward gives positions to what makes transformers' masks."""
+        """Where every layer attends, and the forward gives positions to what makes transformers'
+        masks.
+        """
         if not self.native or self.offset is None or not self.adapter.attention_only:
             return False
         positions = self.tensor([range(self.offset, self.offset + 4)])
         with self.running():
-            return looks_for_packed_texts(lambda: self.plain(self.tensor([self.tokens[:4]]), position_ids=positions))
+            return looks_for_packed_texts(
+                lambda: self.plain(self.tensor([self.tokens[:4]]), position_ids=positions)
+            )
 
     def _attends(self, name: str) -> bool:
         """Whether the model's class says that it can be set to this attention."""
         if name == "eager":
             return hasattr(self.model, "set_attn_implementation")
-        return bool(getattr(self.model, {"sdpa": "_supports_sdpa"}.get(name, "_supports_flex_attn"), False))
+        return bool(
+            getattr(self.model, {"sdpa": "_supports_sdpa"}.get(name, "_supports_flex_attn"), False)
+        )
 
     @property
     def _types(self) -> int:
-        """How many token types there are: a token's is told by its id, so that one that is fed to another's place is seen."""
+        """How many token types there are: a token's is told by its id, so that one that is fed to
+        another's place is seen.
+        """
         return max(int(getattr(self.adapter.config, "type_vocab_size", 2) or 2), 1)
 
     def _given(self, ids: Tensor, told: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -322,7 +432,9 @@ class ModelSubject(Subject):
         if self.way.told == "float_mask" and mask is not None and mask.dim() == 4:
             low = torch.finfo(self.adapter.dtype).min
             given["attention_mask"] = (
-                torch.zeros(mask.shape, dtype=self.adapter.dtype).to(mask.device).masked_fill(~mask, low)
+                torch.zeros(mask.shape, dtype=self.adapter.dtype)
+                .to(mask.device)
+                .masked_fill(~mask, low)
             )
         return given
 
@@ -331,19 +443,27 @@ class ModelSubject(Subject):
         kept: Any = KEEP if self.way.asks == "last" else self.way.kept(width)
         if kept is not None:
             return {"logits_to_keep": self.tensor(kept) if isinstance(kept, list) else kept}
-        names = {"hidden": ("hidden_states",), "attentions": ("hidden_states", "attentions")}.get(self.way.asks, ())
+        names = {"hidden": ("hidden_states",), "attentions": ("hidden_states", "attentions")}.get(
+            self.way.asks, ()
+        )
         return {f"output_{name}": True for name in names}
 
     def asks_generate(self) -> dict[str, Any]:
         """What ``generate()`` is asked for beside tokens and logits."""
         return {} if self.way.kept(1) is not None else self._asked(1)
 
-    def _written(self, ids: Tensor | str, told: Mapping[str, Tensor], width: int = 0, **more: object) -> str:
+    def _written(
+        self, ids: Tensor | str, told: Mapping[str, Tensor], width: int = 0, **more: object
+    ) -> str:
         """What :meth:`_given` gives, and :meth:`_asked` for a width, as lines have it."""
         first = ids if isinstance(ids, str) else f"torch.tensor({ids.tolist()})"
         before = {"token_type_ids": f"{first} % {self._types}"} if self.way.fed == "types" else {}
         embeds = self.way.fed == "embeds" and width
-        first = f"inputs_embeds=model.get_input_embeddings()({first})" if embeds else f"input_ids={first}"
+        first = (
+            f"inputs_embeds=model.get_input_embeddings()({first})"
+            if embeds
+            else f"input_ids={first}"
+        )
         mask = told.get("attention_mask")
         if mask is not None and mask.dim() == 4:
             seen = f"torch.tensor({mask.int().tolist()})"
@@ -364,7 +484,9 @@ class ModelSubject(Subject):
             given |= {} if cache is None else {self.adapter.cache_name: cache}
             out = self.model(**given, use_cache=True)
             return out.logits, returned_cache(out, self.adapter.takes)[1]
-        return self.adapter.call_with_cache(ids, cache, told.get("attention_mask"), told.get("position_ids"))
+        return self.adapter.call_with_cache(
+            ids, cache, told.get("attention_mask"), told.get("position_ids")
+        )
 
     @property
     def cache_name(self) -> str:
@@ -380,7 +502,9 @@ class ModelSubject(Subject):
         }[kind]
 
     def cache(self, kind: str, columns: int) -> Any:
-        """A cache of one of :attr:`caches` but the model's own, as users make it; a static one of so many columns."""
+        """A cache of one of :attr:`caches` but the model's own, as users make it; a static one of
+        so many columns.
+        """
         from transformers import DynamicCache, StaticCache
 
         config = self.adapter.config
@@ -401,12 +525,16 @@ class ModelSubject(Subject):
         begins: Sequence[tuple[int, ...]] = (),
         **more: Any,
     ) -> Any:
-        """Transformers' own ``generate()``: greedy, so many tokens, none of them an end; of rows whose texts begin so."""
+        """Transformers' own ``generate()``: greedy, so many tokens, none of them an end; of rows
+        whose texts begin so.
+        """
         if cache is None and self.kind is not None and more.get("use_cache", True):
             cache = self.fresh()
         known = {} if mask is None else {"attention_mask": mask}
         known |= {} if cache is None else {self.cache_name: cache}
-        known |= {name: more.pop(name) for name in ("assistant_model", "inputs_embeds") if name in more}
+        known |= {
+            name: more.pop(name) for name in ("assistant_model", "inputs_embeds") if name in more
+        }
         if self.way.fed == "embeds":
             known.setdefault("inputs_embeds", self.model.get_input_embeddings()(prompt))
         ids = more.pop("beside", None if "inputs_embeds" in known else prompt)
@@ -437,7 +565,11 @@ class ModelSubject(Subject):
         return line if cached == "yes" else f"{made}; {line}"
 
     def generate_line(
-        self, prompt: str, begins: Sequence[tuple[int, ...]], told: Mapping[str, Tensor], **more: object
+        self,
+        prompt: str,
+        begins: Sequence[tuple[int, ...]],
+        told: Mapping[str, Tensor],
+        **more: object,
     ) -> str:
         """The expression that :meth:`generate` stands for, of rows that begin so."""
         return f"model.generate({arguments(prompt, told, **more)})"
@@ -450,7 +582,11 @@ class ModelSubject(Subject):
 
     def control_line(self, ids: Tensor | str, **told: Tensor) -> str:
         """As its users call it; that all logits are asked for is no matter of the cache."""
-        asks = dataclasses.replace(self.way, asks="logits") if self.way.kept(1) is not None else self.way
+        asks = (
+            dataclasses.replace(self.way, asks="logits")
+            if self.way.kept(1) is not None
+            else self.way
+        )
         before, self.way = self.way, asks
         try:
             return (
@@ -464,11 +600,17 @@ class ModelSubject(Subject):
 
 @contextlib.contextmanager
 def attention_set(model: Any, name: str) -> Iterator[None]:
-    """Runs a transformers model with another attention implementation; flex attention as it is where nothing is compiled."""
+    """Runs a transformers model with another attention implementation; flex attention as it is
+    where nothing is compiled.
+    """
     if name == "own":
         yield
         return
-    held = {id(config): config for part in model.modules() if (config := getattr(part, "config", None)) is not None}
+    held = {
+        id(config): config
+        for part in model.modules()
+        if (config := getattr(part, "config", None)) is not None
+    }
     key = "_attn_implementation_internal"
     before = [(config, vars(config)[key]) for config in held.values() if key in vars(config)]
     try:
@@ -484,7 +626,11 @@ def special_tokens(model: Any) -> frozenset[int]:
     """The token ids that a transformers config names."""
     config: Any = getattr(model, "config", None)
     named = config.to_dict() if hasattr(config, "to_dict") else {}
-    return frozenset(value for name, value in named.items() if name.endswith("_token_id") and isinstance(value, int))
+    return frozenset(
+        value
+        for name, value in named.items()
+        if name.endswith("_token_id") and isinstance(value, int)
+    )
 
 
 def quantised_layer() -> Any:
@@ -495,7 +641,11 @@ def quantised_layer() -> Any:
 
 
 def control_tokens(kind: str, configs: Sequence[Any], vocabulary: int) -> list[int]:
-    """The ids of a kind (``"pad"``, ``"eos"``, ``"bos"``) that configs name, as far as they have embeddings."""
+    """The ids of a kind (``"pad"``, ``"eos"``, ``"bos"``) that configs name, as far as they have
+    embeddings.
+    """
     found = [getattr(config, f"{kind}_token_id", None) for config in configs]
     each = [token for one in found for token in (one if isinstance(one, list | tuple) else [one])]
-    return [token for token in dict.fromkeys(each) if type(token) is int and 0 <= token < vocabulary]
+    return [
+        token for token in dict.fromkeys(each) if type(token) is int and 0 <= token < vocabulary
+    ]

@@ -1,6 +1,8 @@
-"""Programs read from their text, and names for some: ``padded(left,5)`` is a program of whatever prompt it is given.
+"""Programs read from their text, and names for some: ``padded(left,5)`` is a program of whatever
+prompt it is given.
 
-A name writes the program for a prompt and so many tokens after it; several go together by ``+`` where one at most says what is
+A name writes the program for a prompt and so many tokens after it; several go together by ``+``
+where one at most says what is
 fed: ``padded(left,5)+static``.
 """
 
@@ -24,9 +26,13 @@ from kvinterp.errors import InputError
 
 OPERATIONS = spec.plugins_of(folder, Operation)  # type: ignore[type-abstract]
 KINDS = spec.by_name(Rows, *OPERATIONS.values())
-HINT = "A program is rows(PADS) and operations joined by +, as in rows(0+4)+feed(9)+crop(2)+feed(1)."
+HINT = (
+    "A program is rows(PADS) and operations joined by +, as in rows(0+4)+feed(9)+crop(2)+feed(1)."
+)
 OTHERS, EVERY = 3, 2
-"""Tokens of the other request behind a forked prefix; steps from a neighbour that leaves to one that joins."""
+"""Tokens of the other request behind a forked prefix; steps from a neighbour that leaves to one
+that joins.
+"""
 
 
 class Draught:
@@ -67,10 +73,12 @@ class Name(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Padded(Name):
-    """The prompt with pads, as in a batch of unequal prompts; a mask hides them, and they get no position.
+    """The prompt with pads, as in a batch of unequal prompts; a mask hides them, and they get no
+    position.
 
     Attributes:
-        side: ``"left"``, as ``generate()`` pads; ``"right"``, between the prompt and what is decoded.
+        side: ``"left"``, as ``generate()`` pads; ``"right"``, between the prompt and what is
+            decoded.
         pads: How many.
     """
 
@@ -105,7 +113,9 @@ class Chunked(Name):
     def write(self, made: Draught) -> None:
         """Cuts what feeds the prompt."""
         made.prompt = [
-            dataclasses.replace(step, cut=self.size) if isinstance(step, Feed) and step.width > self.size else step
+            dataclasses.replace(step, cut=self.size)
+            if isinstance(step, Feed) and step.width > self.size
+            else step
             for step in made.prompt
         ]
 
@@ -151,7 +161,9 @@ class Batched(Name):
         check_whole("rows", self.rows, 2, 1_000, ", the prompt's among them")
 
     def write(self, made: Draught) -> None:
-        """The prompt stands in the middle; the one before it leaves, so that its own place changes."""
+        """The prompt stands in the middle; the one before it leaves, so that its own place
+        changes.
+        """
         count, own = self.rows, self.rows // 2
         made.tells(pads=tuple(abs(row - own) % made.length for row in range(count)))
         for step in range(EVERY - 1, made.steps, EVERY):
@@ -166,7 +178,8 @@ class Batched(Name):
 
 @dataclasses.dataclass(frozen=True)
 class Forked(Name):
-    """The prompt on a prefix that another request left in the cache; the rest of that request is taken back.
+    """The prompt on a prefix that another request left in the cache; the rest of that request is
+    taken back.
 
     Attributes:
         prefix: How many tokens of the prompt are its.
@@ -182,12 +195,18 @@ class Forked(Name):
                 f"{spec.text_of(self)} reuses {self.prefix} tokens of a prompt, and one has {made.length}: give a longer "
                 f"prompt{shorter}."
             )
-        made.prompt = [Feed(self.prefix), Feed(OTHERS, 1), Crop(OTHERS), Feed(made.length - self.prefix)]
+        made.prompt = [
+            Feed(self.prefix),
+            Feed(OTHERS, 1),
+            Crop(OTHERS),
+            Feed(made.length - self.prefix),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Verified(Name):
-    """Each token comes with drafts behind it, as in speculative decoding: right ones stay, the others are taken back.
+    """Each token comes with drafts behind it, as in speculative decoding: right ones stay, the
+    others are taken back.
 
     Attributes:
         drafts: How many.
@@ -202,7 +221,9 @@ class Verified(Name):
 
 @dataclasses.dataclass(frozen=True)
 class Generate(Name):
-    """Tokens, positions and masks as transformers' ``generate()`` gives them to the forward, on the cache that is tried."""
+    """Tokens, positions and masks as transformers' ``generate()`` gives them to the forward, on the
+    cache that is tried.
+    """
 
     how: ClassVar[str] = "whole"
 
@@ -214,7 +235,8 @@ class Generate(Name):
 
 @dataclasses.dataclass(frozen=True)
 class Assisted(Generate):
-    """``generate(prompt_lookup_num_tokens=...)``, which drafts what followed the same tokens earlier in the text.
+    """``generate(prompt_lookup_num_tokens=...)``, which drafts what followed the same tokens
+    earlier in the text.
 
     Attributes:
         drafts: Most of them in one forward.
@@ -240,10 +262,14 @@ class Beams(Name):
     def write(self, made: Draught) -> None:
         """Moves all rows before every step."""
         made.tells(pads=(0,) * self.beams)
-        made.each = [[Reorder((self.beams - 1, *range(self.beams - 1))), *each] for each in made.each]
+        made.each = [
+            [Reorder((self.beams - 1, *range(self.beams - 1))), *each] for each in made.each
+        ]
 
 
-NAMES = spec.by_name(Padded, Batched, Generate, Forked, Beams, Verified, Assisted, Compiled, Chunked, Static)
+NAMES = spec.by_name(
+    Padded, Batched, Generate, Forked, Beams, Verified, Assisted, Compiled, Chunked, Static
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +281,9 @@ class Names:
     def __post_init__(self) -> None:
         kinds = [type(part) for part in self.parts]
         if sum(part.feeds for part in self.parts) > 1 or len(set(kinds)) < len(kinds):
-            raise InputError(f"{self} was given, of which each says what is fed or the same thing twice: leave one out.")
+            raise InputError(
+                f"{self} was given, of which each says what is fed or the same thing twice: leave one out."
+            )
 
     def program(self, length: int, steps: int) -> Program:
         """For a prompt of ``length`` tokens and ``steps`` after it."""
@@ -282,13 +310,18 @@ def program_named(text: str) -> Program:
         InputError: It is none.
     """
     parts = [spec.read("operation", part, KINDS, HINT) for part in spec.split(text, "+")]  # type: ignore[type-var]
-    if not parts or not isinstance(parts[0], Rows) or any(isinstance(part, Rows) for part in parts[1:]):
+    if (
+        not parts
+        or not isinstance(parts[0], Rows)
+        or any(isinstance(part, Rows) for part in parts[1:])
+    ):
         raise InputError(f"program {text!r} cannot be read: {HINT}")
     return Program(parts[0], tuple(parts[1:]))  # type: ignore[arg-type]
 
 
 def program_for(text: str, length: int, steps: int) -> Program:
-    """Reads a program; or names for one, such as ``padded(left,5)+static``, which write it for a prompt.
+    """Reads a program; or names for one, such as ``padded(left,5)+static``, which write it for a
+    prompt.
 
     Args:
         text: The text.

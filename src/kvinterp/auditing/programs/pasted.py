@@ -1,6 +1,8 @@
-"""A wrong program as lines of plain Python that anybody can paste into a report, run before they are shown.
+"""A wrong program as lines of plain Python that anybody can paste into a report, run before they
+are shown.
 
-The number that they print is the one that the verdict says. The same lines without a cache print rounding, or they are not shown.
+The number that they print is the one that the verdict says. The same lines without a cache print
+rounding, or they are not shown.
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ from kvinterp.models.caches import MadeBy
 
 FROM_TRANSFORMERS = ("DynamicCache", "StaticCache", "EncoderDecoderCache")
 AS_MUCH = 2.0
-"""What the lines show may be so many times what the program showed, or that share of it: they run with the model's casts."""
+"""What the lines show may be so many times what the program showed, or that share of it: they run
+with the model's casts.
+"""
 
 
 def pasted(run: Run) -> str:
-    """The lines, ending in a print of the error; empty where they do not show what the program showed.
+    """The lines, ending in a print of the error; empty where they do not show what the program
+    showed.
 
-    They are tried in float64 and then in float32, as the model's users run it, with its casts. What they printed is the error of
-    the program from then on.
+    They are tried in float64 and then in float32, as the model's users run it, with its casts. What
+    they printed is the error of the program from then on.
 
     Args:
         run: Of the wrong program, once it has run.
@@ -47,7 +52,9 @@ def pasted(run: Run) -> str:
             if run.wrong is not None:
                 control = [*run.lines[: run.lines.before], run.lines.control]
                 alone = run.wrong.pieces or not run.lines.control
-                if not alone and not _rounds(_said(run, _text(run, cast, control)), error, dtype or _dtype(subject)):
+                if not alone and not _rounds(
+                    _said(run, _text(run, cast, control)), error, dtype or _dtype(subject)
+                ):
                     continue
                 run.wrong = dataclasses.replace(run.wrong, error=error)
             return text
@@ -74,7 +81,9 @@ def _text(run: Run, cast: str, body: Sequence[str]) -> str:
             # What is right is the same cache without the use: this row alone, in the same pieces.
             body += [f"got, text, alone = {wrong.got}, {wrong.text}, {run.subject.made(run.room)}"]
             body += [f"for ids in text.split({[*wrong.pieces]}, 1):"]
-            body += [f"    want = model(ids, {run.subject.adapter.cache_name}=alone, use_cache=True).logits[0, -1]"]
+            body += [
+                f"    want = model(ids, {run.subject.adapter.cache_name}=alone, use_cache=True).logits[0, -1]"
+            ]
         else:
             body += [f"got, want = {wrong.got}, {want}"]
         body += ["got, want = got[want.isfinite()], want[want.isfinite()]"] * (wrong.finite == "no")
@@ -87,16 +96,22 @@ def _text(run: Run, cast: str, body: Sequence[str]) -> str:
 
 
 def _shown(run: Run, text: str, dtype: Any) -> float | None:
-    """The error that the lines, run as they stand, show, or infinity where they raise what the program raised; else None."""
+    """The error that the lines, run as they stand, show, or infinity where they raise what the
+    program raised; else None.
+    """
     said: Any = _said(run, text)
     if run.wrong is None:
         as_run = run.lines.ends[1] or (" ".join(map(str, run.shape)) if run.shape else run.raised)
-        return float("inf") if as_run == (named(said) if isinstance(said, Exception) else said) else None
+        return (
+            float("inf")
+            if as_run == (named(said) if isinstance(said, Exception) else said)
+            else None
+        )
     if isinstance(said, Exception):
         return None
     said = float(said.split()[-1])
-    # What an earlier run left outside the model is met by these lines too, and by nobody who pastes them: theirs is the number of
-    # the program, which was run once.
+    # What an earlier run left outside the model is met by these lines too, and by nobody who pastes
+    # them: theirs is the number of the program, which was run once.
     if Again() in run.program.steps and said > run.subject.limit:
         return run.wrong.error
     # NaN where what should be finite is not.
@@ -106,8 +121,13 @@ def _shown(run: Run, text: str, dtype: Any) -> float | None:
 
 
 def _rounds(said: str | Exception, error: float, dtype: torch.dtype) -> bool:
-    """Whether what the lines print without a cache is rounding: nearer to it than to the error, on a scale of logarithms."""
-    return not isinstance(said, Exception) and float(said) <= (torch.finfo(dtype).eps * min(error, 1.0)) ** 0.5
+    """Whether what the lines print without a cache is rounding: nearer to it than to the error, on
+    a scale of logarithms.
+    """
+    return (
+        not isinstance(said, Exception)
+        and float(said) <= (torch.finfo(dtype).eps * min(error, 1.0)) ** 0.5
+    )
 
 
 def _dtype(subject: Any) -> torch.dtype:
@@ -120,10 +140,13 @@ def _said(run: Run, text: str) -> str | Exception:
     names: dict[str, Any] = {}
     state: Any = contextlib.nullcontext()
     if isinstance(subject, ModelSubject):
-        # As it was given: a cast of ours may have chosen other kernels, which nobody has who pastes the lines.
+        # As it was given: a cast of ours may have chosen other kernels, which nobody has who pastes
+        #     the lines.
         given = copy.deepcopy(subject.given.model) if subject.lifted else subject.model
         names, state = {"model": given, **subject.names}, subject.adapter.own_state([])
-        names |= {subject.kind.name: subject.kind.factory} if isinstance(subject.kind, MadeBy) else {}
+        names |= (
+            {subject.kind.name: subject.kind.factory} if isinstance(subject.kind, MadeBy) else {}
+        )
     elif isinstance(subject, FunctionSubject):
         names = {"full": subject.full, "step": subject.step}
     try:

@@ -1,7 +1,9 @@
-"""Where a program is wrong: every module heard in its last forwards and in the plain forward, and the first that parts.
+"""Where a program is wrong: every module heard in its last forwards and in the plain forward, and
+the first that parts.
 
-The keys and values that a cache gives to be read are heard too, beside those of one forward of the whole text, and the queries
-that torch's attention is given. Only columns that hold tokens are compared.
+The keys and values that a cache gives to be read are heard too, beside those of one forward of the
+whole text, and the queries that torch's attention is given. Only columns that hold tokens are
+compared.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from kvinterp.models.hooks import Functions, first_of
 READ = ("K", "V")
 """What is read at all columns so far."""
 KEEPS, STATE, RAISED = "keeps a state", "recurrent state or its update", "error"
-"""What stands for a module that keeps a recurrent state; what is wrong where all that such a module was given is right, and what
-it makes is not; what a crash has for a tensor."""
+"""What stands for a module that keeps a recurrent state; what is wrong where all that such a module
+was given is right, and what it makes is not; what a crash has for a tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Place:
     Attributes:
         layer: The block; behind the last the number of blocks.
         module: The module's path.
-        tensor: ``Q``, ``K``, ``V``, ``input of`` or ``output of`` the module; :data:`STATE`, or :data:`RAISED`.
+        tensor: ``Q``, ``K``, ``V``, ``input of`` or ``output of`` the module; :data:`STATE`, or
+            :data:`RAISED`.
         column: The first column of the program at which it parts.
         error: How far, of the tensor's largest number.
     """
@@ -50,7 +53,9 @@ class Place:
 
 
 Heard = dict[tuple[str, str, int], Tensor]
-"""By a module's path (empty: the model), what the tensor is and its turn, in the order of the forward: ``[row, column, ...]``."""
+"""By a module's path (empty: the model), what the tensor is and its turn, in the order of the
+forward: ``[row, column, ...]``.
+"""
 
 
 TOKENS = "", "tokens", 0
@@ -59,7 +64,8 @@ TOKENS = "", "tokens", 0
 
 @contextlib.contextmanager
 def heard(model: nn.Module, seen: list[Heard]) -> Iterator[list[str]]:
-    """Appends what every module is given and returns, what the cache returns, and what attention asks; one a forward.
+    """Appends what every module is given and returns, what the cache returns, and what attention
+    asks; one a forward.
 
     Yields the modules that run, the innermost last.
     """
@@ -69,7 +75,9 @@ def heard(model: nn.Module, seen: list[Heard]) -> Iterator[list[str]]:
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         stack.append(name)
-        given = next((tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)), None)
+        given = next(
+            (tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, Tensor)), None
+        )
         if module is model:
             seen.append({} if given is None or given.is_floating_point() else {TOKENS: given})
         add(name, "input of", given)
@@ -107,7 +115,9 @@ def heard(model: nn.Module, seen: list[Heard]) -> Iterator[list[str]]:
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
-            hooks.enter_context(module.register_forward_pre_hook(partial(before, name), with_kwargs=True))
+            hooks.enter_context(
+                module.register_forward_pre_hook(partial(before, name), with_kwargs=True)
+            )
             hooks.enter_context(module.register_forward_hook(partial(after, name)))
         hooks.enter_context(Functions(called))
         hooks.callback(setattr, Cache, "update", own)
@@ -118,7 +128,9 @@ def heard(model: nn.Module, seen: list[Heard]) -> Iterator[list[str]]:
 
 
 def placed(subject: ModelSubject, program: Program) -> Place | None:
-    """Runs a wrong program beside the plain forward of each row's own tokens; None where no module parts before the logits."""
+    """Runs a wrong program beside the plain forward of each row's own tokens; None where no module
+    parts before the logits.
+    """
     run, seen = Run(subject, program), list[Heard]()
     state: dict[str, Any] = {"start": 0}
     judge, plain = run.judge, subject.plain
@@ -149,7 +161,9 @@ def placed(subject: ModelSubject, program: Program) -> Place | None:
     if stop != WRONG:
         return None
     if run.raised and stack:
-        return Place(_layer(_blocks(subject), stack[-1]), stack[-1], RAISED, run.ids.shape[1], float("inf"))
+        return Place(
+            _layer(_blocks(subject), stack[-1]), stack[-1], RAISED, run.ids.shape[1], float("inf")
+        )
     if run.wrong is not None and run.wrong is run.off:
         # It is the forward without a cache that is wrong.
         seen.clear()
@@ -162,7 +176,9 @@ def placed(subject: ModelSubject, program: Program) -> Place | None:
         return _first(subject, seen[state["start"] : state["stop"]], state["mask"], state["texts"])
 
 
-def _first(subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[list[int]]) -> Place | None:
+def _first(
+    subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[list[int]]
+) -> Place | None:
     whole, blocks = [_alone(subject, text) for text in texts], _blocks(subject)
     first = next((key for key in mine[0] if key[1] == "output of"), None) if mine else None
     widths = [_width(forward) for forward in mine]
@@ -174,8 +190,11 @@ def _first(subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[l
             entered = entered or layer < len(blocks)
             for row, text in enumerate(texts[: len(tensor)] if key[0] else []):
                 want = None if key[1] == KEEPS else whole[row].get(key)
-                # Of what is read all columns so far, or the last in a window; of all else the new ones.
-                if want is None or (not read and (tensor.shape[1], want.shape[1]) != (width, len(text))):
+                # Of what is read all columns so far, or the last in a window; of all else the new
+                # ones.
+                if want is None or (
+                    not read and (tensor.shape[1], want.shape[1]) != (width, len(text))
+                ):
                     continue
                 kept, end = so_far[row][-tensor.shape[1] :], int(so_far[row].sum())
                 got = tensor[row][: len(kept)][kept]
@@ -197,7 +216,9 @@ def _first(subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[l
                     at = column + width - len(kept) + int(kept.nonzero()[wrong[0]])
                     what = f"{key[1]} {key[0]}" if key[1].endswith("of") else key[1]
                     # Between what such a module's own parts give and take there is the state alone.
-                    if any(of == KEEPS and key[0].startswith(f"{path}.") for path, of, _ in whole[row]):
+                    if any(
+                        of == KEEPS and key[0].startswith(f"{path}.") for path, of, _ in whole[row]
+                    ):
                         what = STATE if key[1] == "input of" else what
                     return Place(layer, key[0], what, at, max(errors))
         column += width
@@ -205,7 +226,9 @@ def _first(subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[l
 
 
 def _alone(subject: ModelSubject, text: list[int]) -> Heard:
-    """What one forward of a row's own tokens computes; with a new cache where K and V are asked for."""
+    """What one forward of a row's own tokens computes; with a new cache where K and V are asked
+    for.
+    """
     found: Heard = {}
     if not text:
         return found
@@ -214,13 +237,17 @@ def _alone(subject: ModelSubject, text: list[int]) -> Heard:
         seen: list[Heard] = []
         with subject.running(), heard(subject.adapter.source, seen):
             subject.feed(ids, None) if cached else subject.plain(ids)
-        found |= {key: tensor for key, tensor in seen[-1].items() if (key[1] in (*READ, KEEPS)) == cached}
+        found |= {
+            key: tensor for key, tensor in seen[-1].items() if (key[1] in (*READ, KEEPS)) == cached
+        }
     return found
 
 
 def _width(forward: Heard) -> int:
     """Columns that a forward was fed: those of its first tensor."""
-    return next((int(t.shape[1]) for key, t in forward.items() if key[1] not in READ and t.dim() >= 3), 0)
+    return next(
+        (int(t.shape[1]) for key, t in forward.items() if key[1] not in READ and t.dim() >= 3), 0
+    )
 
 
 def _blocks(subject: ModelSubject) -> list[str]:
@@ -231,4 +258,6 @@ def _blocks(subject: ModelSubject) -> list[str]:
 
 def _layer(blocks: list[str], name: str) -> int:
     """The block that a module stands in; behind them all their number."""
-    return next((layer for layer, block in enumerate(blocks) if f"{name}.".startswith(block)), len(blocks))
+    return next(
+        (layer for layer, block in enumerate(blocks) if f"{name}.".startswith(block)), len(blocks)
+    )

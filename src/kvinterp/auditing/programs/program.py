@@ -1,8 +1,9 @@
-"""A program: rows of text with pads in front, and what is done to one cache that holds them; as data, and as a text.
+"""A program: rows of text with pads in front, and what is done to one cache that holds them; as
+data, and as a text.
 
-The text form joins its parts with ``+``: ``rows(0+4)+feed(9)+crop(2)+feed(1)`` is two rows, of which the second begins with four
-pads, fed nine columns; two are taken back, and one is fed. An audit draws the tokens and judges every row
-(:mod:`kvinterp.auditing.programs.running`).
+The text form joins its parts with ``+``: ``rows(0+4)+feed(9)+crop(2)+feed(1)`` is two rows, of
+which the second begins with four pads, fed nine columns; two are taken back, and one is fed. An
+audit draws the tokens and judges every row (:mod:`kvinterp.auditing.programs.running`).
 """
 
 from __future__ import annotations
@@ -26,29 +27,41 @@ if TYPE_CHECKING:
     from kvinterp.auditing.programs.subject import Subject
 
 TOLD = ("needed", "mask", "positions", "all", "mask_alone")
-"""What a forward is told: what it needs (mask and positions where there are pads); always a mask; always positions; both; or the
-mask alone, whatever there is, as most people call a model."""
+"""What a forward is told: what it needs (mask and positions where there are pads); always a mask;
+always positions; both; or the mask alone, whatever there is, as most people call a model."""
 MASKS = {"bool_mask": "boolean 4D mask", "float_mask": "additive 4D mask"}
-"""What it may be told besides: a mask of its user's own, ``[row, 1, new column, column]``, and positions."""
+"""What it may be told besides: a mask of its user's own, ``[row, 1, new column, column]``, and
+positions.
+"""
 FED = {"ids": "", "embeds": "embeddings", "types": "token types"}
-"""What stands for the tokens: their ids; their embeddings alone; or the ids beside ``token_type_ids``."""
+"""What stands for the tokens: their ids; their embeddings alone; or the ids beside
+``token_type_ids``.
+"""
 ASKS = {
     "logits": "", "hidden": "output_hidden_states", "attentions": "output_attentions", "last": "logits_to_keep",
     "some": "logits_to_keep, chosen columns",
 }  # fmt: skip
-"""What a forward is asked for: logits; hidden states too; both and the attention weights; the last logits; those of a tensor."""
-ATTENTION = {"own": "", "eager": "eager attention", "sdpa": "sdpa attention", "flex_attention": "flex attention"}
+"""What a forward is asked for: logits; hidden states too; both and the attention weights; the last
+logits; those of a tensor.
+"""
+ATTENTION = {
+    "own": "",
+    "eager": "eager attention",
+    "sdpa": "sdpa attention",
+    "flex_attention": "flex attention",
+}
 """The attention implementation: the model's own, or one of transformers' that it can be set to."""
 KEEP = 2
 """How many logits ``logits_to_keep`` asks for."""
 CACHES = ("own", "bare", "recording", "static", "offloaded")
-"""What the model makes; ``DynamicCache()`` without a config; one whose past is kept for a crop; one of a fixed size; one whose
-layers wait on the CPU, which needs CUDA."""
+"""What the model makes; ``DynamicCache()`` without a config; one whose past is kept for a crop; one
+of a fixed size; one whose layers wait on the CPU, which needs CUDA."""
 PADS = ("other", "model", "end")
-"""The token under the mask: any other; the model's own pad, whose embedding is often zero, which hides what it should not; or the
-token that ends a text, as chat models pad."""
+"""The token under the mask: any other; the model's own pad, whose embedding is often zero, which
+hides what it should not; or the token that ends a text, as chat models pad."""
 TOKENS = ("plain", "special")
-"""What texts are made of: tokens that stand for nothing else, or every second one a pad, an end or a beginning, which no mask
+"""What texts are made of: tokens that stand for nothing else, or every second one a pad, an end or
+a beginning, which no mask
 hides: as in chats, whose turns end in the middle of a text."""
 
 
@@ -62,8 +75,8 @@ class Rows:
         cache: One of :data:`CACHES`.
         pad: One of :data:`PADS`.
         tokens: One of :data:`TOKENS`.
-        beyond: ``"yes"``: what no contract of a cache promises may happen too: a pad in a forward of one column, pads inside
-            a text, a crop of more than was fed since the last one.
+        beyond: ``"yes"``: what no contract of a cache promises may happen too: a pad in a forward
+            of one column, pads inside a text, a crop of more than was fed since the last one.
         seed: Draws the tokens.
         fed: One of :data:`FED`.
         asks: One of :data:`ASKS`.
@@ -84,11 +97,21 @@ class Rows:
 
     def __post_init__(self) -> None:
         if not self.pads or any(type(n) is not int or n < 0 for n in self.pads):
-            raise InputError(f"rows{self.pads!r} was given: expected the pads of each row, as in rows(0) or rows(0+4).")
-        choices = {"told": (*TOLD, *MASKS), "cache": CACHES, "pad": PADS, "tokens": TOKENS, "beyond": ("no", "yes")}
+            raise InputError(
+                f"rows{self.pads!r} was given: expected the pads of each row, as in rows(0) or rows(0+4)."
+            )
+        choices = {
+            "told": (*TOLD, *MASKS),
+            "cache": CACHES,
+            "pad": PADS,
+            "tokens": TOKENS,
+            "beyond": ("no", "yes"),
+        }
         for name, known in {**choices, "fed": FED, "asks": ASKS, "attention": ATTENTION}.items():
             if getattr(self, name) not in known:
-                raise InputError(f"rows(..., {name}={getattr(self, name)}) was given: expected one of {', '.join(known)}.")
+                raise InputError(
+                    f"rows(..., {name}={getattr(self, name)}) was given: expected one of {', '.join(known)}."
+                )
 
     def tells(
         self, mask: Tensor, width: int, padded: bool, takes: Collection[str], offset: int | None
@@ -115,7 +138,9 @@ class Rows:
 
     @property
     def ways(self) -> str:
-        """How its forwards are called otherwise than with ids and a mask of columns, in a few words; empty where they are not."""
+        """How its forwards are called otherwise than with ids and a mask of columns, in a few
+        words; empty where they are not.
+        """
         named = MASKS.get(self.told, ""), FED[self.fed], ASKS[self.asks], ATTENTION[self.attention]
         return ", ".join(name for name in named if name)
 
@@ -127,7 +152,9 @@ class Rows:
 
 
 def mask_4d(mask: Tensor, width: int) -> Tensor:
-    """Which columns each of the newest sees, ``[row, 1, new column, column]``: those before it that hold a token, and itself."""
+    """Which columns each of the newest sees, ``[row, 1, new column, column]``: those before it that
+    hold a token, and itself.
+    """
     columns = mask.shape[1]
     here = torch.arange(columns, device=mask.device)
     new = here[-width:, None]
@@ -150,8 +177,14 @@ class Operation(abc.ABC):
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value, name = getattr(self, field.name), f"{field.name} of {spec.name_of(type(self))}"
-            for number in value if isinstance(value, tuple) else [value] if field.type == "int" else []:
-                check_whole(name, number, int(field.default is dataclasses.MISSING and not isinstance(value, tuple)))
+            for number in (
+                value if isinstance(value, tuple) else [value] if field.type == "int" else []
+            ):
+                check_whole(
+                    name,
+                    number,
+                    int(field.default is dataclasses.MISSING and not isinstance(value, tuple)),
+                )
 
     @classmethod
     def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Operation:
@@ -179,7 +212,13 @@ class Operation(abc.ABC):
             least = plain if isinstance(plain, int) else 1
             options: list[Any] = [] if plain in (dataclasses.MISSING, value) else [plain]
             if isinstance(value, int):
-                options = sorted({n for n in (least, value // 2, value - value // 8, value - 1) if least <= n < value})
+                options = sorted(
+                    {
+                        n
+                        for n in (least, value // 2, value - value // 8, value - 1)
+                        if least <= n < value
+                    }
+                )
             elif isinstance(value, tuple) and len(value) > 1:
                 options.append(value[:-1])
             found += [dataclasses.replace(self, **{field.name: option}) for option in options]

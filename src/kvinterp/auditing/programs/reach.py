@@ -1,4 +1,6 @@
-"""How far programs of a cache went: what a PASS says beside its word, since an audit sees only what it ran."""
+"""How far programs of a cache went: what a PASS says beside its word, since an audit sees only what
+it ran.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ class Reach:
         rows: Rows of one batch.
         taken_back: Columns that were taken back at once.
         at_once: Columns of one forward on a cache that held some already.
-        turns: How often in one program several new columns came, at its beginning or behind tokens that came one by one.
+        turns: How often in one program several new columns came, at its beginning or behind tokens
+            that came one by one.
     """
 
     positions: int = 0

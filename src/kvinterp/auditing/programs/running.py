@@ -1,4 +1,6 @@
-"""Runs a program: each operation's logits are held against one forward without a cache over each row's own tokens."""
+"""Runs a program: each operation's logits are held against one forward without a cache over each
+row's own tokens.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ PIECES = 8
 RIGHT, WRONG, PLAIN, REFUSED = "right", "wrong", "off without a cache too", "refused"
 
 
-UNCACHED = "without a cache row {row} is off by {error:.3g} of its largest logit, and with one it is right"
+UNCACHED = (
+    "without a cache row {row} is off by {error:.3g} of its largest logit, and with one it is right"
+)
 
 
 class WrongError(Exception):
@@ -61,7 +65,8 @@ class Wrong:
         text: The row's own tokens up to theirs, ``[1, position]``, as such an expression.
         finite: ``"no"`` where not all that are right are finite, as where a model masks words.
         sentence: What is said of it.
-        pieces: Where what is right is the same cache without the use: how many of the text's tokens each forward fed.
+        pieces: Where what is right is the same cache without the use: how many of the text's tokens
+            each forward fed.
     """
 
     row: int
@@ -83,8 +88,8 @@ class Run:
     Args:
         subject: The model.
         program: What is done.
-        hear: Told of the logits of each row, of those that are right (``[token, vocabulary]``) and of its tokens so far; none is
-            judged then.
+        hear: Told of the logits of each row, of those that are right (``[token, vocabulary]``) and
+            of its tokens so far; none is judged then.
 
     Attributes:
         model: The subject's model; None where it is functions.
@@ -110,7 +115,10 @@ class Run:
     """
 
     def __init__(
-        self, subject: Subject, program: Program, hear: Callable[[Tensor, Tensor, list[int]], None] | None = None
+        self,
+        subject: Subject,
+        program: Program,
+        hear: Callable[[Tensor, Tensor, list[int]], None] | None = None,
     ) -> None:
         self.hear = hear
         self.model: Any = getattr(subject, "model", None)
@@ -119,12 +127,16 @@ class Run:
         self.beyond = program.rows.beyond == "yes"
         # A program that says so goes further than those that are drawn.
         far = program.columns
-        self.room = min(subject.context, max(subject.room, far + 64 if far > subject.room else 0)) + 1
+        self.room = (
+            min(subject.context, max(subject.room, far + 64 if far > subject.room else 0)) + 1
+        )
         subject.capacity = self.room
         self.ends: list[int] = []
         self.singly = 0
         self.uses: list[str] = []
-        self.reach = Reach(context=0 if self.model is None or subject.context >= ENDLESS else subject.context)
+        self.reach = Reach(
+            context=0 if self.model is None or subject.context >= ENDLESS else subject.context
+        )
         self.turns_next = True
         self.worst, self.ran = 0.0, 0
         self.raised = self.word = self.why = self.origin = ""
@@ -145,7 +157,9 @@ class Run:
         self.begins = [begins[(self.program.rows.seed + row) % len(begins)] for row in range(rows)]
         self.ids = self.mask = self.subject.tensor([[]] * rows)
         # Without a mask nothing tells a model of pads.
-        self.pads = list(self.program.rows.pads) if "attention_mask" in self.subject.takes else [0] * rows
+        self.pads = (
+            list(self.program.rows.pads) if "attention_mask" in self.subject.takes else [0] * rows
+        )
         self.cache: Any = None
         self.since, self.lines.named = 0, False
 
@@ -172,7 +186,11 @@ class Run:
                 except Exception as error:
                     return self._raised(error)
                 self.without = None
-            return self._beside() if self.hear is None and bool((self.mask == 0).any()) else (RIGHT, "")
+            return (
+                self._beside()
+                if self.hear is None and bool((self.mask == 0).any())
+                else (RIGHT, "")
+            )
 
     def _setting(self) -> list[str]:
         """The line that sets the attention implementation."""
@@ -194,18 +212,27 @@ class Run:
         return RIGHT, ""
 
     def _makes_cache(self) -> None:
-        kind, columns = self.program.rows.cache, min(self.subject.context, max(self.program.columns + 16, 64))
+        kind, columns = (
+            self.program.rows.cache,
+            min(self.subject.context, max(self.program.columns + 16, 64)),
+        )
         if kind == "own" or self.model is None:
             return
         self.cache = self.subject.cache(kind, columns)
         self.room = columns if kind == "static" else self.room
-        names = {"bare": "DynamicCache()", "recording": "cache that records its past", "static": "StaticCache"}
+        names = {
+            "bare": "DynamicCache()",
+            "recording": "cache that records its past",
+            "static": "StaticCache",
+        }
         names |= {"offloaded": "OffloadedCache"}
         self.tries(names[kind], self.subject.cache_line(kind, columns))
         self.lines += ["cache.activate_past_recording()"] * (kind == "recording")
 
     def _raised(self, error: Exception) -> tuple[str, str]:
-        """Whose an error is: a library's own ``raise`` is a refusal, what breaks deeper is a crash."""
+        """Whose an error is: a library's own ``raise`` is a refusal, what breaks deeper is a
+        crash.
+        """
         who, place = whose(error, self.model, self.cache)
         if who == OURS and self.model is None and isinstance(error, InputError):
             raise error
@@ -218,7 +245,9 @@ class Run:
             # What lifts casts is traced with the model, and nobody runs it so.
             return REFUSED, f"compiled in float64 it raises {said}"
         if who == OURS and self.model is not None and self.subject.kind is None:
-            raise OwnError(f"{self.program}: kvinterp itself raised {said}: please report it.") from error
+            raise OwnError(
+                f"{self.program}: kvinterp itself raised {said}: please report it."
+            ) from error
         try:
             if self.pending is not None:
                 self._excuse(*self.pending)
@@ -244,20 +273,25 @@ class Run:
     @property
     def use(self) -> str:
         """What the program is about: its last use that not every program has."""
-        return next((use for use in reversed(self.uses) if use not in COMMON), self.uses[-1] if self.uses else "")
+        return next(
+            (use for use in reversed(self.uses) if use not in COMMON),
+            self.uses[-1] if self.uses else "",
+        )
 
     @property
     def filled(self) -> bool:
         """Whether the cache holds anything."""
         return bool(self.ids.shape[1])
 
-    # What is fed ----------------------------------------------------------------------------------------------------------
+    # What is fed ----------------------------------------------------------------------------------
 
     def tokens(self, count: int, draw: random.Random) -> list[int]:
         """So many new tokens."""
         return [self.subject.token(draw) for _ in range(count)]
 
-    def columns(self, width: int, inner: tuple[int, ...] = (), behind: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    def columns(
+        self, width: int, inner: tuple[int, ...] = (), behind: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor]:
         """So many new columns of all rows, pads first where any are still to come, and their mask.
 
         Args:
@@ -269,36 +303,55 @@ class Run:
         width = max(width, self._begin_width())
         width = 2 if width == 1 and any(self.pads) and not self.beyond else width
         known = {"model": self.subject.pad, "end": self.subject.end}
-        pad = max(known.get(self.program.rows.pad, min(5 if self.subject.pad != 5 else 4, self.subject.vocabulary - 1)), 0)
+        pad = max(
+            known.get(
+                self.program.rows.pad,
+                min(5 if self.subject.pad != 5 else 4, self.subject.vocabulary - 1),
+            ),
+            0,
+        )
         ids, mask = list[list[int]](), list[list[int]]()
         for row, text in enumerate(self.texts):
             lead = min(self.pads[row], width)
             self.pads[row] -= lead
-            inside = self.beyond and row < len(inner) and text and lead < width and not self.pads[row]
+            inside = (
+                self.beyond and row < len(inner) and text and lead < width and not self.pads[row]
+            )
             more = min(inner[row], width - lead - 1) if inside else 0
-            last = min(behind[row], width - lead - more - 1) if self.beyond and row < len(behind) else 0
+            last = (
+                min(behind[row], width - lead - more - 1)
+                if self.beyond and row < len(behind)
+                else 0
+            )
             count = width - lead - more - max(last, 0)
             new = [] if text else list(self.begins[row][:count])
-            new += self._special(row, len(text) + len(new), self.tokens(count - len(new), self.draws[row]))
+            new += self._special(
+                row, len(text) + len(new), self.tokens(count - len(new), self.draws[row])
+            )
             text += new
             ids.append([pad] * (lead + more) + new + [pad] * last)
             mask.append([0] * (lead + more) + [1] * len(new) + [0] * last)
         return self.subject.tensor(ids), self.subject.tensor(mask)
 
     def _special(self, row: int, begin: int, new: list[int]) -> list[int]:
-        """New tokens of a text from one position on; every second a pad, an end or a beginning where the rows say so."""
+        """New tokens of a text from one position on; every second a pad, an end or a beginning
+        where the rows say so.
+        """
         controls = self.subject.controls
         if self.program.rows.tokens == "plain" or not controls:
             return new
         turn = self.program.rows.seed + row
         return [
-            controls[(place // 2 + turn) % len(controls)] if place % 2 else token for place, token in enumerate(new, begin)
+            controls[(place // 2 + turn) % len(controls)] if place % 2 else token
+            for place, token in enumerate(new, begin)
         ]
 
     def told(self, mask: Tensor, width: int) -> dict[str, Tensor]:
         """The mask and positions that the forward of the newest columns is given."""
         subject = self.subject
-        told = self.program.rows.tells(mask, width, bool((mask == 0).any()), subject.takes, subject.offset)
+        told = self.program.rows.tells(
+            mask, width, bool((mask == 0).any()), subject.takes, subject.offset
+        )
         return {**told, **subject.reads(self.begins)}
 
     def forward(self, ids: Tensor, mask: Tensor, cache: Any, later: Tensor | None = None) -> Any:
@@ -331,13 +384,19 @@ class Run:
         return cache
 
     def _use(self, width: int, padded: bool, padding: str) -> str:
-        """What a forward is called in the list of uses; ``padding``: what pads it ever had, ``padded``: whether it has some."""
+        """What a forward is called in the list of uses; ``padding``: what pads it ever had,
+        ``padded``: whether it has some.
+        """
         told, alone = self.program.rows.told, "mask alone"
         if ways := self.program.rows.ways:
             return f"{ways}{' on a filled cache' * self.filled}{PADDED * bool(padding)}"
         name = "prompt" if not self.filled else "decode step" if width == 1 else "several chunks"
         if padding:
-            parts = [padding, *["in a later part"] * (self.filled and padded), *[alone] * (told == "mask_alone")]
+            parts = [
+                padding,
+                *["in a later part"] * (self.filled and padded),
+                *[alone] * (told == "mask_alone"),
+            ]
             return ", ".join(parts)
         if len(self.texts) > 1:
             return "batch" if name != "several chunks" else "batch, several chunks"
@@ -388,7 +447,13 @@ class Run:
         limit = self.subject.limit_of(len(self.texts), padded)
         self.singly = logits.shape[1] - 1 if last else 0
         for row, text in enumerate(self.texts):
-            columns = [-1] if newest else [*range(logits.shape[1])] if last else mask[row].nonzero().flatten().tolist()
+            columns = (
+                [-1]
+                if newest
+                else [*range(logits.shape[1])]
+                if last
+                else mask[row].nonzero().flatten().tolist()
+            )
             columns = columns if ends is None else columns[: ends[row]]
             end = len(text) - (0 if later is None else int(later[row]))
             begin = end - len(columns)
@@ -397,13 +462,19 @@ class Run:
                 continue
             places = [columns[n] if kept is None else kept.index(columns[n]) for n in asked]
             got = logits[row][places]
-            pieces = self._pieces(row, mask, len(columns) - 1 if last else 0) if self.subject.lossy else ()
+            pieces = (
+                self._pieces(row, mask, len(columns) - 1 if last else 0)
+                if self.subject.lossy
+                else ()
+            )
             itself = self._on_cache(text[:end], pieces)[begin:][asked] if pieces else None
             want = self.right(got, text, begin, end, asked) if itself is None else itself
             if self.subject.varies and not pieces and not apart(got, want) <= limit:
                 want = self.subject.alone(text[:end])[begin:]
                 if last:
-                    want = torch.stack([self.subject.alone(text[: n + 1])[-1] for n in range(begin, end)])
+                    want = torch.stack(
+                        [self.subject.alone(text[: n + 1])[-1] for n in range(begin, end)]
+                    )
                 want = want[asked]
             if self.hear is not None:
                 self.hear(got, want, text[:end])
@@ -417,13 +488,24 @@ class Run:
                 if worst is None or each[at] > worst.error:
                     # Before the new tokens, or up to the one whose logits these are.
                     before = ids.shape[1] - logits.shape[1] + 1 if last else columns[asked[at]] + 1
-                    real = torch.cat([self.mask, mask[:, :before]], 1)[row].nonzero().flatten().tolist()
+                    real = (
+                        torch.cat([self.mask, mask[:, :before]], 1)[row]
+                        .nonzero()
+                        .flatten()
+                        .tolist()
+                    )
                     generated = (at, logits.shape[1]) if last else (0, 0)
                     known = self.lines.text(row, torch.cat([self.ids, ids], 1), real, generated)
                     finite = "yes" if bool(want[at].isfinite().all()) else "no"
                     starts, upto = itertools.accumulate(pieces, initial=0), begin + asked[at] + 1
-                    pieces = tuple(min(piece, upto - n) for piece, n in zip(pieces, starts, strict=False) if n < upto)
-                    worst = Wrong(row, each[at], self.lines.got(row, places[at]), known, finite, pieces=pieces)
+                    pieces = tuple(
+                        min(piece, upto - n)
+                        for piece, n in zip(pieces, starts, strict=False)
+                        if n < upto
+                    )
+                    worst = Wrong(
+                        row, each[at], self.lines.got(row, places[at]), known, finite, pieces=pieces
+                    )
         if worst is not None:
             self._excuse(ids, mask)
             self.wrong = worst
@@ -438,17 +520,24 @@ class Run:
         try:
             return self.subject.on_cache(text, pieces)  # type: ignore[no-any-return]
         except Exception as error:
-            raise UnsupportedError(f"the same cache without this use raises {named(error)}") from error
+            raise UnsupportedError(
+                f"the same cache without this use raises {named(error)}"
+            ) from error
 
     def _pieces(self, row: int, mask: Tensor, singly: int) -> tuple[int, ...]:
-        """How many of a row's own tokens each forward fed that is on the cache, and this one, whose last came singly."""
+        """How many of a row's own tokens each forward fed that is on the cache, and this one, whose
+        last came singly.
+        """
         whole, end = torch.cat([self.mask[row], mask[row]]), self.mask.shape[1] + mask.shape[1]
         ends = [0, *self.ends, end - singly, *range(end - singly + 1, end + 1)]
         counts = [int(whole[begin:stop].sum()) for begin, stop in itertools.pairwise(ends)]
         return tuple(count for count in counts if count)
 
-    def right(self, got: Tensor, text: list[int], begin: int, end: int, asked: Sequence[int] | None = None) -> Tensor:
-        """What these logits should be: as a longer text has them where they agree with that, or as this one has them.
+    def right(
+        self, got: Tensor, text: list[int], begin: int, end: int, asked: Sequence[int] | None = None
+    ) -> Tensor:
+        """What these logits should be: as a longer text has them where they agree with that, or as
+        this one has them.
 
         Args:
             got: The logits.
@@ -461,7 +550,9 @@ class Run:
         return want if apart(got, want) <= self.subject.limit else self.subject.alone(text)[places]
 
     def _excuse(self, ids: Tensor, mask: Tensor) -> None:
-        """Raises PlainError where the plain forward over the same columns, mask and positions is off too."""
+        """Raises PlainError where the plain forward over the same columns, mask and positions is
+        off too.
+        """
         full, fed = torch.cat([self.mask, mask], 1), torch.cat([self.ids, ids], 1)
         told = self.told(full, full.shape[1])
         out = self.subject.plain_as_called(fed, **told)
@@ -474,9 +565,13 @@ class Run:
             off, each = error, [apart(a, b) for a, b in zip(got, want, strict=True)]
             at = each.index(max(each))
             known = self.lines.text(row, fed, real[: at + 1], (0, 0))
-            self.off = Wrong(row, each[at], FED[0].format(row=row, column=real[at]), known, sentence=UNCACHED)
+            self.off = Wrong(
+                row, each[at], FED[0].format(row=row, column=real[at]), known, sentence=UNCACHED
+            )
         if not off <= self.subject.limit:
-            raise PlainError(f"without a cache the same columns are off by {off:.2g} of the largest logit")
+            raise PlainError(
+                f"without a cache the same columns are off by {off:.2g} of the largest logit"
+            )
         if self.without is not None and not (off := self.without()) <= self.subject.limit:
             option = "use_cache" if self.subject.native else "use_past_kv_cache"
             raise PlainError(f"generate({option}=False) is off by {off:.2g} of the largest logit")
@@ -492,13 +587,24 @@ class Run:
     def goes_on_as(self, rows: list[int]) -> None:
         """The cache holds these of its rows now."""
         self.texts = [list(self.texts[row]) for row in rows]
-        self.draws, self.begins = [self.draws[row] for row in rows], [self.begins[row] for row in rows]
-        self.pads, self.ids, self.mask = [self.pads[row] for row in rows], self.ids[rows], self.mask[rows]
+        self.draws, self.begins = (
+            [self.draws[row] for row in rows],
+            [self.begins[row] for row in rows],
+        )
+        self.pads, self.ids, self.mask = (
+            [self.pads[row] for row in rows],
+            self.ids[rows],
+            self.mask[rows],
+        )
 
-    # What operations do ---------------------------------------------------------------------------------------------------
+    # What operations do ---------------------------------------------------------------------------
 
-    def feed(self, width: int, cut: int = 0, inner: tuple[int, ...] = (), behind: tuple[int, ...] = ()) -> None:
-        """Feeds new columns in pieces; beyond the contract alone may one of a single column have a pad."""
+    def feed(
+        self, width: int, cut: int = 0, inner: tuple[int, ...] = (), behind: tuple[int, ...] = ()
+    ) -> None:
+        """Feeds new columns in pieces; beyond the contract alone may one of a single column have a
+        pad.
+        """
         least = self._begin_width()
         ids, mask = self.columns(min(width, self.room - 1 - self.ids.shape[1]), inner, behind)
         width = ids.shape[1]
@@ -519,7 +625,9 @@ class Run:
         """Columns of a first forward that holds whole beginnings."""
         if self.subject.whole == "no" or self.filled:
             return 0
-        return 1 + max(pads + len(begin) for pads, begin in zip(self.pads, self.begins, strict=True))
+        return 1 + max(
+            pads + len(begin) for pads, begin in zip(self.pads, self.begins, strict=True)
+        )
 
     def crop(self, count: int) -> None:
         """Takes columns back; what is fed next is judged."""
@@ -540,7 +648,9 @@ class Run:
 
     def select(self, rows: list[int], method: str, asked: Any) -> None:
         """Goes on as these rows of the cache, by a method of the library's."""
-        getattr(self.cache, method)(asked if isinstance(asked, int) else asked.to(self.subject.device))
+        getattr(self.cache, method)(
+            asked if isinstance(asked, int) else asked.to(self.subject.device)
+        )
         self.lines.note(f"ids = ids[{rows}]")
         self.goes_on_as(rows)
 
@@ -564,39 +674,56 @@ class Run:
         self._makes_cache()
 
     def serve_batch(self, width: int, singly: int) -> None:
-        """Serves another batch of as many rows on a cache of its own, padded otherwise where rows can be padded."""
+        """Serves another batch of as many rows on a cache of its own, padded otherwise where rows
+        can be padded.
+        """
         self._needs_two_caches()
         subject, mine = self.subject, self.program.rows.pads
         pads = [(mine[row % len(mine)] + 1 + row) % width for row in range(len(self.texts))]
         pads = pads if "attention_mask" in subject.takes else [0] * len(pads)
         if subject.whole == "yes":
-            width = max(width, 1 + max(lead + len(begin) for lead, begin in zip(pads, self.begins, strict=True)))
+            width = max(
+                width,
+                1 + max(lead + len(begin) for lead, begin in zip(pads, self.begins, strict=True)),
+            )
         columns = min(width + singly, self.room)
         rows = [
             [*self.tokens(count, self.draw), *begin, *self.tokens(columns, self.draw)][:columns]
             for count, begin in zip(pads, self.begins, strict=True)
         ]
         ids, cache = subject.tensor(rows), None
-        mask = (subject.tensor([range(columns)] * len(pads)) >= subject.tensor(pads)[:, None]).long()
+        mask = (
+            subject.tensor([range(columns)] * len(pads)) >= subject.tensor(pads)[:, None]
+        ).long()
         self.lines += ["kept = cache"] * self.filled
         for end in range(min(width, columns), columns + 1):
             begin = 0 if cache is None else end - 1
-            told = self.program.rows.tells(mask[:, :end], end - begin, any(pads), subject.takes, subject.offset)
+            told = self.program.rows.tells(
+                mask[:, :end], end - begin, any(pads), subject.takes, subject.offset
+            )
             told |= subject.reads(self.begins)
-            self.lines.append(subject.feed_line(ids[:, begin:end], "no" if cache is None else "yes", **told))
+            self.lines.append(
+                subject.feed_line(ids[:, begin:end], "no" if cache is None else "yes", **told)
+            )
             cache = subject.feed(ids[:, begin:end], cache, **told)[1]
         self.lines += ["cache = kept"] * self.filled
 
     def join(self, ids: Tensor, cache: Any) -> None:
         """Puts the row of another cache of as many positions under its own."""
         for mine, theirs in zip(self.cache.layers, cache.layers, strict=True):
-            mine.keys, mine.values = torch.cat([mine.keys, theirs.keys]), torch.cat([mine.values, theirs.values])
+            mine.keys, mine.values = (
+                torch.cat([mine.keys, theirs.keys]),
+                torch.cat([mine.values, theirs.values]),
+            )
         self.lines.note(f"ids = torch.cat([ids, torch.tensor({ids.tolist()})])")
         self.texts.append(ids[0].tolist())
         self.draws.append(self.draw)
         self.begins.append(self.subject.begins[-1])
         self.pads.append(0)
-        self.ids, self.mask = torch.cat([self.ids, ids]), torch.cat([self.mask, torch.ones_like(self.mask[:1])])
+        self.ids, self.mask = (
+            torch.cat([self.ids, ids]),
+            torch.cat([self.mask, torch.ones_like(self.mask[:1])]),
+        )
 
     def fork(self, width: int) -> None:
         """Feeds a copy of the cache, judged."""
@@ -616,7 +743,9 @@ class Run:
 
     def _needs_two_caches(self) -> None:
         if self.subject.requests == "one":
-            raise RefusedError("it holds its cache itself, for one request at a time, as requests='one' says")
+            raise RefusedError(
+                "it holds its cache itself, for one request at a time, as requests='one' says"
+            )
 
     def compiled(self, own: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         """What is right is computed by the model's own forward, which ``own`` puts back."""
@@ -625,7 +754,14 @@ class Run:
 
     def aside(self) -> Callable[[], None]:
         """What gives back the rows as they are now, after something was tried."""
-        kept = copy.deepcopy(self.texts), list(self.draws), list(self.begins), list(self.pads), self.ids, self.mask
+        kept = (
+            copy.deepcopy(self.texts),
+            list(self.draws),
+            list(self.begins),
+            list(self.pads),
+            self.ids,
+            self.mask,
+        )
 
         def back() -> None:
             self.texts, self.draws, self.begins, self.pads, self.ids, self.mask = kept

@@ -1,4 +1,6 @@
-"""Programs are drawn, and the first that is wrong is shrunk to the few operations that make it wrong."""
+"""Programs are drawn, and the first that is wrong is shrunk to the few operations that make it
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from kvinterp.auditing.programs.operations.compile import Compile
 from kvinterp.auditing.programs.operations.feed import Feed
 from kvinterp.auditing.programs.operations.fork import Again
 from kvinterp.auditing.programs.operations.generate import Generate
-from kvinterp.auditing.programs.program import CACHES, MASKS, PADS, TOKENS, TOLD, Operation, Program, Rows
+from kvinterp.auditing.programs.program import (
+    CACHES,
+    MASKS,
+    PADS,
+    TOKENS,
+    TOLD,
+    Operation,
+    Program,
+    Rows,
+)
 from kvinterp.auditing.programs.reach import Reach
 from kvinterp.auditing.programs.running import PADDED, RIGHT, WRONG, Run
 from kvinterp.auditing.programs.subject import Subject
@@ -81,7 +92,8 @@ FIRST = (
     "rows(0)+generate(5,6,sampled_assistant)",
     "rows(0)+feed(6)+spoil()+feed(2,1)",
     "rows(0)+feed(5)+compile(eager)+feed(1)",
-    # A batch of one takes other branches: it is a padded prompt by itself, as generate() and a prefill in chunks have it.
+    # A batch of one takes other branches: it is a padded prompt by itself, as generate() and a
+    #     prefill in chunks have it.
     "rows(3)+feed(12,4)+feed(2,1)",
     "rows(4)+generate(9,3)",
     # Tokens that a chat is full of.
@@ -100,15 +112,21 @@ FIRST = (
 )
 """What is tried first: each use once."""
 EARLY = 22
-"""Behind so many of them the nearest of those that go far is tried: of a large model no more may be affordable."""
+"""Behind so many of them the nearest of those that go far is tried: of a large model no more may be
+affordable.
+"""
 EDGES, FURTHEST = (256, 512, 1024), 1100
-"""Positions that one byte holds, and those of tiles, tables and pages; and a prompt that goes past them all."""
+"""Positions that one byte holds, and those of tiles, tables and pages; and a prompt that goes past
+them all.
+"""
 
 
 WAYS = 1 / 3
 """How many of the drawn programs are called in another way than with ids and a mask."""
 FLEX = 1 / 4
-"""How many of those that are drawn with flex attention keep it: uncompiled it takes ten times as long as any other kind."""
+"""How many of those that are drawn with flex attention keep it: uncompiled it takes ten times as
+long as any other kind.
+"""
 UNMET = 3
 """Columns of a text that hardly any other begins with."""
 
@@ -129,14 +147,22 @@ def drawn(draw: random.Random, subject: Subject, beyond: str = "no") -> Program:
     firsts: list[type[Operation]] = [Feed, Feed, Feed, Generate]
     first = draw.choice(firsts)
     # What a step did to the cache is seen by the next.
-    steps: list[type[Operation]] = [first, *(draw.choice(kinds) for _ in range(draw.randint(0, 5))), Feed]
+    steps: list[type[Operation]] = [
+        first,
+        *(draw.choice(kinds) for _ in range(draw.randint(0, 5))),
+        Feed,
+    ]
     made, columns = list[Operation](), 0
     for kind in steps:
         step = kind.drawn(draw, rows, subject, beyond)
         if columns + step.columns <= subject.room:
             made, columns = [*made, step], columns + step.columns
     pads, told = tuple(draw.randint(0, most) for _ in range(rows)), draw.choice(TOLD)
-    cache, pad, tokens = draw.choice(["own", *subject.caches]), draw.choice(PADS), draw.choice(["plain", *TOKENS])
+    cache, pad, tokens = (
+        draw.choice(["own", *subject.caches]),
+        draw.choice(PADS),
+        draw.choice(["plain", *TOKENS]),
+    )
     begun = Rows(pads, told=told, cache=cache, pad=pad, tokens=tokens, beyond=beyond)
     rows_of = _called(begun, tuple(made), subject)
     rows_of = rows_of if subject.offers(rows_of) else dataclasses.replace(rows_of, told=TOLD[0])
@@ -146,7 +172,9 @@ def drawn(draw: random.Random, subject: Subject, beyond: str = "no") -> Program:
 
 
 def _called(rows: Rows, steps: tuple[Operation, ...], subject: Subject) -> Rows:
-    """The same, in one program of three called in a way of its own; drawn by the program itself, so that others stay."""
+    """The same, in one program of three called in a way of its own; drawn by the program itself, so
+    that others stay.
+    """
     draw = random.Random(str(Program(rows, steps)))
     offered = [name for name, choices in subject.choices.items() if choices]
     if not offered or draw.random() > WAYS:
@@ -154,14 +182,19 @@ def _called(rows: Rows, steps: tuple[Operation, ...], subject: Subject) -> Rows:
     changed: Any = {(name := draw.choice(offered)): draw.choice(subject.choices[name])}
     made = dataclasses.replace(rows, **changed)
     if made.attention == "flex_attention":
-        # On a static cache it is wrong in transformers (docs/upstream/flex_static.md), whatever model is asked about.
-        static = rows.cache == "static" or any(isinstance(step, Generate) and step.how == "static" for step in steps)
+        # On a static cache it is wrong in transformers (docs/upstream/flex_static.md), whatever
+        # model is asked about.
+        static = rows.cache == "static" or any(
+            isinstance(step, Generate) and step.how == "static" for step in steps
+        )
         made = rows if static or draw.random() > FLEX else made
     return made if subject.offers(made) else rows
 
 
 def far(context: int) -> dict[str, int]:
-    """Programs over the positions that configs do not name, each with the edge that it goes over, the nearest first."""
+    """Programs over the positions that configs do not name, each with the edge that it goes over,
+    the nearest first.
+    """
     found = dict[str, int]()
     # A context that ends between two of them is gone through to its end.
     for edge in (*EDGES, context - 5):
@@ -171,20 +204,27 @@ def far(context: int) -> dict[str, int]:
             found[f"rows(0+3)+feed({edge - 1})+feed(6,1)"] = edge
             found[f"rows(0)+feed({edge - 40})+feed(60)+feed(3,1)"] = edge
     if found:
-        # Rows of a large cache are moved and taken back: beams and drafts do so far behind a prompt.
+        # Rows of a large cache are moved and taken back: beams and drafts do so far behind a
+        # prompt.
         near, last = min(found.values()), max(found.values())
-        found[f"rows(0+0+0)+feed({near - 9})+feed(1)+reorder(2+0+1)+feed(1)+select(2+0)+feed(1)+repeat(3)+feed(1)"] = near
+        found[
+            f"rows(0+0+0)+feed({near - 9})+feed(1)+reorder(2+0+1)+feed(1)+select(2+0)+feed(1)+repeat(3)+feed(1)"
+        ] = near
         found[f"rows(0)+feed({near - 24})+feed(20)+crop(18)+feed(2,1)"] = near
         found[f"rows(0,cache=static)+feed({last - 2})+feed(5,1)"] = last
         found[f"rows(0)+generate({last - 2},5)"] = last
     if context >= FURTHEST + 3:
         found[f"rows(0)+feed({FURTHEST})+feed(3,1)"] = FURTHEST
-        found["rows(0)+feed(140)+feed(5,1)+feed(155)+feed(5,1)+feed(290)+feed(5,1)+feed(500)+feed(3,1)"] = FURTHEST
+        found[
+            "rows(0)+feed(140)+feed(5,1)+feed(155)+feed(5,1)+feed(290)+feed(5,1)+feed(500)+feed(3,1)"
+        ] = FURTHEST
     return found
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs that are simpler in one thing: a step less, a row less, a plainer choice, a smaller number."""
+    """Programs that are simpler in one thing: a step less, a row less, a plainer choice, a smaller
+    number.
+    """
     rows, steps = program.rows, program.steps
     for n in range(len(steps)):
         yield Program(rows, steps[:n] + steps[n + 1 :])
@@ -201,7 +241,9 @@ def smaller(program: Program) -> Iterator[Program]:
         for less in sorted({0, n // 2, n - 1} if n else ()):
             yield Program(_padded(rows, r, less), steps)
         # Pads, and the columns that hold them.
-        for (i, step), k in itertools.product(enumerate(steps), sorted({n, n // 2, 1}, reverse=True)):
+        for (i, step), k in itertools.product(
+            enumerate(steps), sorted({n, n // 2, 1}, reverse=True)
+        ):
             if isinstance(step, Feed) and 0 < k <= n and step.width > k:
                 fewer = dataclasses.replace(step, width=step.width - k)
                 yield Program(_padded(rows, r, n - k), (*steps[:i], fewer, *steps[i + 1 :]))
@@ -211,10 +253,14 @@ def smaller(program: Program) -> Iterator[Program]:
 
 
 def _called_plainly(subject: Subject, one: Run) -> Run:
-    """The run of the same program called with ids and a mask, where that is wrong too: its way of calling is no part of it."""
+    """The run of the same program called with ids and a mask, where that is wrong too: its way of
+    calling is no part of it.
+    """
     rows = one.program.rows
     told = TOLD[0] if rows.told in MASKS else rows.told
-    plain = dataclasses.replace(rows, told=told, fed=Rows.fed, asks=Rows.asks, attention=Rows.attention)
+    plain = dataclasses.replace(
+        rows, told=told, fed=Rows.fed, asks=Rows.asks, attention=Rows.attention
+    )
     if plain == rows:
         return one
     other = tried(subject, Program(plain, one.program.steps))
@@ -223,7 +269,9 @@ def _called_plainly(subject: Subject, one: Run) -> Run:
 
 
 def _affordable(subject: Subject, program: Program) -> bool:
-    """Whether a program is tried without being asked for: a decode step is compiled where that takes seconds."""
+    """Whether a program is tried without being asked for: a decode step is compiled where that
+    takes seconds.
+    """
     return subject.compiles or not any(isinstance(step, Compile) for step in program.steps)
 
 
@@ -277,14 +325,16 @@ def tried(subject: Subject, program: Program) -> Run:
 
 
 def least(subject: Subject, one: Run, seconds: float, repeats: str = "no") -> Run:
-    """The run of the smallest program that comes to the same word in the same way: a crash, or other numbers.
+    """The run of the smallest program that comes to the same word in the same way: a crash, or
+    other numbers.
 
     Args:
         subject: The model.
         one: The run that is wrong.
         seconds: Processor seconds that this takes at most, but at least five.
-        repeats: ``"yes"`` where it is wrong since something is kept between requests, outside the model: the smallest program is
-            one whose request comes again, and every trial has tokens that nobody fed before.
+        repeats: ``"yes"`` where it is wrong since something is kept between requests, outside the
+            model: the smallest program is one whose request comes again, and every trial has tokens
+                that nobody fed before.
     """
 
     def came(run: Run) -> tuple[str, bool]:
@@ -295,11 +345,15 @@ def least(subject: Subject, one: Run, seconds: float, repeats: str = "no") -> Ru
         seeds = itertools.count(one.program.rows.seed + 1)
 
         def fresh(program: Program) -> Run:
-            return tried(subject, Program(dataclasses.replace(program.rows, seed=next(seeds)), program.steps))
+            return tried(
+                subject, Program(dataclasses.replace(program.rows, seed=next(seeds)), program.steps)
+            )
 
         def stays(program: Program) -> bool:
             # Of short texts there are few.
-            long = all(step.columns >= UNMET for step in program.steps if isinstance(step, Feed | Generate))
+            long = all(
+                step.columns >= UNMET for step in program.steps if isinstance(step, Feed | Generate)
+            )
             return long and Again() in program.steps and came(fresh(program)) == came(one)
 
         steps = one.program.steps
@@ -307,7 +361,10 @@ def least(subject: Subject, one: Run, seconds: float, repeats: str = "no") -> Ru
         small = fresh(shrunk(both, stays, until))
         small.ran, small.origin = one.ran, str(one.program)
         return small if came(small) == came(one) else one
-    small = tried(subject, shrunk(one.program, lambda program: came(tried(subject, program)) == came(one), until))
+    small = tried(
+        subject,
+        shrunk(one.program, lambda program: came(tried(subject, program)) == came(one), until),
+    )
     # What is right when it is run again depends on what ran before.
     if came(small) != came(one):
         return one
@@ -316,7 +373,8 @@ def least(subject: Subject, one: Run, seconds: float, repeats: str = "no") -> Ru
 
 
 class _Pace:
-    """How far programs can go: half of the time that is left when the first of them comes is theirs.
+    """How far programs can go: half of the time that is left when the first of them comes is
+    theirs.
 
     Args:
         ends: When all time is over.
@@ -326,7 +384,9 @@ class _Pace:
         self.ends, self.until, self.slowest = ends, 0.0, 0.0
 
     def allows(self, program: Program, now: float) -> bool:
-        """Whether it ends in time if each of its positions takes as long as of those before: of more none takes less."""
+        """Whether it ends in time if each of its positions takes as long as of those before: of
+        more none takes less.
+        """
         self.until = self.until or now + (self.ends - now) / 2
         return now + self.slowest * self._size(program) <= self.until
 
@@ -350,7 +410,8 @@ def search(
     progress: Callable[[str], None] = lambda _: None,
     further: Sequence[Program] = (),
 ) -> Searched:
-    """Runs what was given, what is tried first, and programs that are drawn; each fault is shrunk and then looked past.
+    """Runs what was given, what is tried first, and programs that are drawn; each fault is shrunk
+    and then looked past.
 
     Args:
         subject: The model.
@@ -358,21 +419,29 @@ def search(
         seconds: How long at most.
         seed: Draws them.
         given: Programs that are run before all others.
-        faults: How many are shrunk; then nothing more is drawn. What is tried first is run whatever is wrong.
+        faults: How many are shrunk; then nothing more is drawn. What is tried first is run whatever
+            is wrong.
         beyond: ``"yes"`` draws what no contract of a cache promises, and tries nothing before that.
         progress: Told how many have run.
-        further: Programs behind what is tried first, the nearest first: as far as half of the time that is left then takes them.
-            The nearest of all comes early.
+        further: Programs behind what is tried first, the nearest first: as far as half of the time
+            that is left then takes them. The nearest of all comes early.
     """
     began, draw, found = time.process_time(), random.Random(seed), Searched()
     known: set[str] = set()
     right: Program | None = None
     kept = False
-    tried_first = (*FIRST, *(OF_TRANSFORMER_LENS if subject.generates and not subject.native else ()))
+    tried_first = (
+        *FIRST,
+        *(OF_TRANSFORMER_LENS if subject.generates and not subject.native else ()),
+    )
     first = [program_named(text) for text in tried_first if beyond == "no"]
-    first = [program for program in first if subject.offers(program.rows) and subject.holds(program)]
+    first = [
+        program for program in first if subject.offers(program.rows) and subject.holds(program)
+    ]
     first = [program for program in first if _affordable(subject, program)]
-    further = [program for program in further if subject.offers(program.rows) and subject.holds(program)]
+    further = [
+        program for program in further if subject.offers(program.rows) and subject.holds(program)
+    ]
     first, further = [*first[:EARLY], *further[:1], *first[EARLY:]], further[1:]
     more = filter(subject.holds, (drawn(draw, subject, beyond) for _ in itertools.count()))
     queue = itertools.chain(given, first, further, more)
@@ -383,7 +452,9 @@ def search(
         enough, over = len(found.wrong) >= faults, found.ran >= programs or now > pace.ends
         if number >= len(given) and (over or (enough and number >= at_first)):
             if programs and not enough:
-                found.cut += itertools.islice(itertools.chain([program], queue), max(meant - number, 0))
+                found.cut += itertools.islice(
+                    itertools.chain([program], queue), max(meant - number, 0)
+                )
             break
         if at_first <= number < meant and not pace.allows(program, now):
             found.cut.append(program)
@@ -396,13 +467,16 @@ def search(
         if one.word == RIGHT:
             right = right or program
             found.tried.update(one.uses)
-            found.reach |= {use: one.reach.beside(found.reach.get(use, one.reach)) for use in one.uses}
+            found.reach |= {
+                use: one.reach.beside(found.reach.get(use, one.reach)) for use in one.uses
+            }
             found.worst = max(found.worst, one.worst)
         elif one.word == WRONG and not kept and not known & set(map(base_of, one.uses)):
             one = _called_plainly(subject, one)
             if known & set(map(base_of, one.uses)):
                 continue
-            # What was right and no longer is met something that was kept in between, which explains whatever follows.
+            # What was right and no longer is met something that was kept in between, which explains
+            # whatever follows.
             kept = right is not None and tried(subject, right).word == WRONG
             one = one if enough else least(subject, one, seconds / 4, "yes" if kept else "no")
             if not known & set(map(base_of, one.uses)):

@@ -1,7 +1,10 @@
-"""Models whose rows read something besides their tokens: an encoder-decoder's sources, prompts with images.
+"""Models whose rows read something besides their tokens: an encoder-decoder's sources, prompts with
+images.
 
-Each row has a source of its own. Its text begins with tokens that no other source's begins with, so that the text alone says what
-is right: one forward without a cache over that source and these tokens. Where rows move, their sources go with them.
+Each row has a source of its own. Its text begins with tokens that no other source's begins with, so
+that the text alone says what
+is right: one forward without a cache over that source and these tokens. Where rows move, their
+sources go with them.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from kvinterp.models.native import NativeAdapter
 from kvinterp.models.transformers_cache import returned_cache
 
 SOURCES = (24, 17, 11)
-"""Tokens that an encoder reads for each row: unequal, so that they are padded; more than a window where it has one."""
+"""Tokens that an encoder reads for each row: unequal, so that they are padded; more than a window
+where it has one.
+"""
 LONGEST = 256
 AUDIO, SECOND = 64, 4000
 """Frames and samples of sound, where the encoder's config does not say how many it takes."""
@@ -66,10 +71,14 @@ class SourcedSubject(ModelSubject):
 
     @abc.abstractmethod
     def called(self, ids: Tensor, told: Mapping[str, Tensor], filled: str) -> dict[str, Any]:
-        """What a forward is called with, but for its cache; ``filled``: ``"yes"`` where that holds the beginnings."""
+        """What a forward is called with, but for its cache; ``filled``: ``"yes"`` where that holds
+        the beginnings.
+        """
 
     @abc.abstractmethod
-    def written(self, ids: str, rows: Sequence[int], told: Mapping[str, Tensor], filled: str, **more: object) -> str:
+    def written(
+        self, ids: str, rows: Sequence[int], told: Mapping[str, Tensor], filled: str, **more: object
+    ) -> str:
         """The same as it is written, of rows with these sources."""
 
     def plain(self, ids: Tensor, **told: Tensor) -> Tensor:
@@ -100,12 +109,18 @@ class SourcedSubject(ModelSubject):
         chosen = self._greedy(count, **self.begun(prompt, begins, known), **more)
         return self.model.generate(generation_config=chosen, **known)
 
-    def begun(self, prompt: Tensor, begins: Sequence[tuple[int, ...]], known: dict[str, Any]) -> dict[str, Any]:
-        """What ``generate()`` is told of a prompt besides; ``known`` is what it is given, and may be changed."""
+    def begun(
+        self, prompt: Tensor, begins: Sequence[tuple[int, ...]], known: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What ``generate()`` is told of a prompt besides; ``known`` is what it is given, and may
+        be changed.
+        """
         return {}
 
     def numbered(self, told: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The mask that ``generate()`` is told, and positions where it does not number a row's own tokens by itself."""
+        """The mask that ``generate()`` is told, and positions where it does not number a row's own
+        tokens by itself.
+        """
         return dict(told)
 
     def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
@@ -124,12 +139,18 @@ class SourcedSubject(ModelSubject):
     control_line = plain_line
 
     def generate_line(
-        self, prompt: str, begins: Sequence[tuple[int, ...]], told: Mapping[str, Tensor], **more: object
+        self,
+        prompt: str,
+        begins: Sequence[tuple[int, ...]],
+        told: Mapping[str, Tensor],
+        **more: object,
     ) -> str:
         """As its users call it."""
         reads = self.reads(begins)
         told = {**self.numbered(told), **reads}
-        return f"model.generate({self.written(prompt, reads['source'].tolist(), told, 'no', **more)})"
+        return (
+            f"model.generate({self.written(prompt, reads['source'].tolist(), told, 'no', **more)})"
+        )
 
 
 def _filled(cache: Any) -> str:
@@ -137,11 +158,13 @@ def _filled(cache: Any) -> str:
 
 
 class EncoderDecoderSubject(SourcedSubject):
-    """The decoder of an encoder-decoder; its encoder has read a source a row, all of them padded to one length.
+    """The decoder of an encoder-decoder; its encoder has read a source a row, all of them padded to
+    one length.
 
     Args:
         model: The model.
-        inputs: What the encoder reads, by name, of one source or of several; made at random unless given.
+        inputs: What the encoder reads, by name, of one source or of several; made at random unless
+            given.
         lifted: As of :class:`ModelSubject`.
 
     Raises:
@@ -152,7 +175,10 @@ class EncoderDecoderSubject(SourcedSubject):
     no_generate = frozenset({"chunks", "assistant", "sampled_assistant", "embeds", "beside"})
 
     def __init__(
-        self, model: nn.Module, inputs: Mapping[str, Any] | None = None, lifted: Sequence[torch.dtype] = NARROW
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any] | None = None,
+        lifted: Sequence[torch.dtype] = NARROW,
     ) -> None:
         from transformers import GenerationMixin
 
@@ -163,7 +189,8 @@ class EncoderDecoderSubject(SourcedSubject):
         self.known, self.stateful = given.facts.vocabulary, False
         self.plainly = getattr(type(model), "generate", None) is GenerationMixin.generate
         if not self.plainly:
-            # A generate() of its own, as Whisper's, says otherwise which logits are a beam's, and raises for several rows.
+            # A generate() of its own, as Whisper's, says otherwise which logits are a beam's, and
+            # raises for several rows.
             self.no_generate |= {"beams", "sampled"}
         # Some decoders count positions by the pad, and cannot be told others.
         self.controls = tuple(token for token in self.controls if token != self.pad)
@@ -174,7 +201,9 @@ class EncoderDecoderSubject(SourcedSubject):
 
     @property
     def cache_name(self) -> str:
-        """The argument by which its forward takes its cache: what finds it for a decoder runs no encoder."""
+        """The argument by which its forward takes its cache: what finds it for a decoder runs no
+        encoder.
+        """
         return next((name for name in CACHES if name in self.adapter.takes), CACHES[0])
 
     def _encode(self, twin: Adapter, inputs: Mapping[str, Any] | None) -> None:
@@ -193,7 +222,9 @@ class EncoderDecoderSubject(SourcedSubject):
             # Of those that are shorter some are padded on the left, others on the right.
             end = max(widths) if row % 2 else width
             self.seen[row, end - width : end] = 1
-        self.states = torch.zeros(*self.seen.shape, alone[0].shape[-1], dtype=alone[0].dtype, device=twin.device)
+        self.states = torch.zeros(
+            *self.seen.shape, alone[0].shape[-1], dtype=alone[0].dtype, device=twin.device
+        )
         for row, one in enumerate(alone):
             self.states[row, self.seen[row].bool()] = one[0]
         self._alone_states, self.padded = alone, len({*widths}) > 1
@@ -213,7 +244,11 @@ class EncoderDecoderSubject(SourcedSubject):
         )
 
     def _takes(self) -> frozenset[str]:
-        return frozenset(name for name in ("attention_mask", "position_ids") if f"decoder_{name}" in self.adapter.takes)
+        return frozenset(
+            name
+            for name in ("attention_mask", "position_ids")
+            if f"decoder_{name}" in self.adapter.takes
+        )
 
     def _caches(self) -> tuple[str, ...]:
         made = self.feed(self.tensor([self.tokens[:4]]), None)[1]
@@ -224,7 +259,8 @@ class EncoderDecoderSubject(SourcedSubject):
         if type(made).__name__ != "EncoderDecoderCache":
             return ("own",)
         layers = {type(layer).__name__ for layer in made.self_attention_cache.layers}
-        # A window of the decoder's config would cut the source too: generate() makes such a cache itself.
+        # A window of the decoder's config would cut the source too: generate() makes such a cache
+        # itself.
         plain = layers == {"DynamicLayer"}
         return "own", *["bare"] * plain, *["static"] * (plain and self.adapter.takes_static)
 
@@ -236,7 +272,8 @@ class EncoderDecoderSubject(SourcedSubject):
             return EncoderDecoderCache(DynamicCache(), DynamicCache())
         config, width = self.model.config.get_text_config(decoder=True), self.seen.shape[1]
         return EncoderDecoderCache(
-            StaticCache(config=config, max_cache_len=columns), StaticCache(config=config, max_cache_len=width)
+            StaticCache(config=config, max_cache_len=columns),
+            StaticCache(config=config, max_cache_len=width),
         )
 
     def cache_line(self, kind: str, columns: int) -> str:
@@ -249,29 +286,51 @@ class EncoderDecoderSubject(SourcedSubject):
         )
         return f"cache = EncoderDecoderCache({own}, {other})"
 
-    def begun(self, prompt: Tensor, begins: Sequence[tuple[int, ...]], known: dict[str, Any]) -> dict[str, Any]:
-        """It puts a start token in front of a text that does not begin with it; what no pads touch the encoder reads itself."""
+    def begun(
+        self, prompt: Tensor, begins: Sequence[tuple[int, ...]], known: dict[str, Any]
+    ) -> dict[str, Any]:
+        """It puts a start token in front of a text that does not begin with it; what no pads touch
+        the encoder reads itself.
+        """
         if not self.padded:
             del known["encoder_outputs"]
-            known[self.reads_as] = torch.cat([self.read[row] for row in self.reads(begins)["source"].tolist()])
+            known[self.reads_as] = torch.cat(
+                [self.read[row] for row in self.reads(begins)["source"].tolist()]
+            )
         return {"decoder_start_token_id": int(prompt[0, 0])}
 
     def numbered(self, told: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of a decoder generate() numbers the columns, where the forwards beside it are told the numbers of a row's tokens."""
+        """Of a decoder generate() numbers the columns, where the forwards beside it are told the
+        numbers of a row's tokens.
+        """
         if self.offset is None or not self.plainly or "attention_mask" not in told:
             return dict(told)
-        return {**told, "position_ids": (told["attention_mask"].cumsum(-1) - 1).clamp(min=0) + self.offset}
+        return {
+            **told,
+            "position_ids": (told["attention_mask"].cumsum(-1) - 1).clamp(min=0) + self.offset,
+        }
 
     def called(self, ids: Tensor, told: Mapping[str, Tensor], filled: str) -> dict[str, Any]:
-        """The decoder's tokens, mask and positions, and what the encoder made of the rows' sources."""
+        """The decoder's tokens, mask and positions, and what the encoder made of the rows'
+        sources.
+        """
         given = {"decoder_input_ids": ids, **_of_decoder(told)}
         rows = self.sources(ids, told)
         if len(rows) == 1 and "source" not in told:
-            return {**given, "encoder_outputs": self.encoded(last_hidden_state=self._alone_states[rows[0]])}
+            return {
+                **given,
+                "encoder_outputs": self.encoded(last_hidden_state=self._alone_states[rows[0]]),
+            }
         mask = {"attention_mask": self.seen[rows]} if self.padded else {}
-        return {**given, **mask, "encoder_outputs": self.encoded(last_hidden_state=self.states[rows])}
+        return {
+            **given,
+            **mask,
+            "encoder_outputs": self.encoded(last_hidden_state=self.states[rows]),
+        }
 
-    def written(self, ids: str, rows: Sequence[int], told: Mapping[str, Tensor], filled: str, **more: object) -> str:
+    def written(
+        self, ids: str, rows: Sequence[int], told: Mapping[str, Tensor], filled: str, **more: object
+    ) -> str:
         """As its users call it."""
         given = arguments(f"decoder_input_ids={ids}", _of_decoder(told), **more)
         if len(rows) == 1 and "source" not in told:
@@ -279,7 +338,11 @@ class EncoderDecoderSubject(SourcedSubject):
         return f"{given}, **source({', '.join(map(str, rows))})"
 
     def generate_line(
-        self, prompt: str, begins: Sequence[tuple[int, ...]], told: Mapping[str, Tensor], **more: object
+        self,
+        prompt: str,
+        begins: Sequence[tuple[int, ...]],
+        told: Mapping[str, Tensor],
+        **more: object,
     ) -> str:
         """As its users call it."""
         more = {**more, "decoder_start_token_id": f"int({prompt}[0, 0])"}
@@ -299,13 +362,16 @@ class PromptSubject(SourcedSubject):
     Args:
         adapter: The model.
         prompts: Prompts as token ids, one or several.
-        inputs: For each, tensors by name, as the model's own forward takes them beside its tokens. From a single prompt others
-            are made, with the same tokens and the numbers of its floating-point inputs in reverse.
+        inputs: For each, tensors by name, as the model's own forward takes them beside its tokens.
+            From a single prompt others are made, with the same tokens and the numbers of its
+            floating-point inputs in reverse.
         lifted: As of :class:`ModelSubject`.
     """
 
     # transformers cuts no prompt that holds images, and reads no ids beside embeddings.
-    no_generate = frozenset({"chunks", "embeds", "beside", "assistant", "sampled_assistant", "lookup"})
+    no_generate = frozenset(
+        {"chunks", "embeds", "beside", "assistant", "sampled_assistant", "lookup"}
+    )
     whole = "yes"
 
     def __init__(
@@ -315,23 +381,36 @@ class PromptSubject(SourcedSubject):
         inputs: Sequence[Mapping[str, Any]],
         lifted: Sequence[torch.dtype] = NARROW,
     ) -> None:
-        self.prompts, self.inputs = [tuple(map(int, one)) for one in prompts], [dict(one) for one in inputs]
+        self.prompts, self.inputs = (
+            [tuple(map(int, one)) for one in prompts],
+            [dict(one) for one in inputs],
+        )
         self.names = {"inputs": [dict(one) for one in inputs]}
         others = [] if len(prompts) > 1 else REVERSED
         for axes in others:
             self.prompts.append(self.prompts[0])
-            self.inputs.append({name: _flipped(value, axes) for name, value in self.inputs[0].items()})
+            self.inputs.append(
+                {name: _flipped(value, axes) for name, value in self.inputs[0].items()}
+            )
         super().__init__(adapter, lifted)
-        self.inputs = [{name: self._cast(value) for name, value in one.items() if name not in TOLD} for one in self.inputs]
+        self.inputs = [
+            {name: self._cast(value) for name, value in one.items() if name not in TOLD}
+            for one in self.inputs
+        ]
         self.known = adapter.facts.vocabulary
         if any(hasattr(module, "rope_deltas") for module in self.model.modules()):
             self.moves = "no"
-            self.notes.append("it keeps rope_deltas of its batch on itself, so rows of its cache were not moved")
+            self.notes.append(
+                "it keeps rope_deltas of its batch on itself, so rows of its cache were not moved"
+            )
         tokens = [token for token in self.tokens if token not in (self.pad, 4, 5)]
-        self.begins = tuple((*prompt, token) for prompt, token in zip(self.prompts, tokens, strict=False))
+        self.begins = tuple(
+            (*prompt, token) for prompt, token in zip(self.prompts, tokens, strict=False)
+        )
         self.room = min(self.context, self.room + max(map(len, self.begins)))
         if self.offset is not None:
-            # Where an image's tokens have positions in three dimensions those that are told take their place.
+            # Where an image's tokens have positions in three dimensions those that are told take
+            # their place.
             text = [*self.begins[0], *self.tokens[:4]]
             self.offset = self._offset(text, self.alone(text))
         self.name += f" behind {', '.join(self.inputs[0])}"
@@ -356,10 +435,17 @@ class PromptSubject(SourcedSubject):
         )
 
     def _takes(self) -> frozenset[str]:
-        # transformers hooks what reads images at the first of them, and what is hooked later is taken off with a program's state.
-        given = {name: self._cast(value) for name, value in self.inputs[0].items() if name not in TOLD}
+        # transformers hooks what reads images at the first of them, and what is hooked later is
+        # taken off with a program's state.
+        given = {
+            name: self._cast(value) for name, value in self.inputs[0].items() if name not in TOLD
+        }
         with torch.no_grad(), casts_lifted(self.lifted):
-            self.model(input_ids=torch.tensor([self.prompts[0]], device=self.device), use_cache=False, **given)
+            self.model(
+                input_ids=torch.tensor([self.prompts[0]], device=self.device),
+                use_cache=False,
+                **given,
+            )
         return super()._takes()
 
     def offers(self, rows: Rows) -> bool:
@@ -372,7 +458,10 @@ class PromptSubject(SourcedSubject):
 
     def called(self, ids: Tensor, told: Mapping[str, Tensor], filled: str) -> dict[str, Any]:
         """The tokens, and what the prompts among them hold besides."""
-        given = {"input_ids": ids, **{name: value for name, value in told.items() if name != "source"}}
+        given = {
+            "input_ids": ids,
+            **{name: value for name, value in told.items() if name != "source"},
+        }
         found = [] if filled == "yes" else [self.place_of(row) for row in ids.tolist()]
         at = [(row, *place) for row, place in enumerate(found) if place is not None]
         for name in self.inputs[0] if at else ():
@@ -385,7 +474,9 @@ class PromptSubject(SourcedSubject):
                 given[name][row, column : column + value.shape[1]] = value[0]
         return given
 
-    def written(self, ids: str, rows: Sequence[int], told: Mapping[str, Tensor], filled: str, **more: object) -> str:
+    def written(
+        self, ids: str, rows: Sequence[int], told: Mapping[str, Tensor], filled: str, **more: object
+    ) -> str:
         """As its users call it."""
         told = {name: value for name, value in told.items() if name != "source"}
         if filled == "yes":
@@ -402,8 +493,12 @@ def _of_decoder(told: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"decoder_{name}": value for name, value in told.items() if name != "source"}
 
 
-def _encoded_inputs(twin: Adapter, inputs: Mapping[str, Any] | None) -> tuple[str, list[Tensor], list[str]]:
-    """What the encoder reads: the argument's name, a tensor a source, and the lines of Python that make them."""
+def _encoded_inputs(
+    twin: Adapter, inputs: Mapping[str, Any] | None
+) -> tuple[str, list[Tensor], list[str]]:
+    """What the encoder reads: the argument's name, a tensor a source, and the lines of Python that
+    make them.
+    """
     model: Any = twin.source
     name, config = str(model.main_input_name), model.config
     part = getattr(config, "encoder", None)
@@ -419,19 +514,27 @@ def _encoded_inputs(twin: Adapter, inputs: Mapping[str, Any] | None) -> tuple[st
             lines = [f"sources = torch.as_tensor(inputs[{name!r}]).to(model.dtype).split(1)"]
         made = [*given.split(1)]
         if len(made) == 1 and given.is_floating_point():
-            made, lines = [given, given.flip(-1)], [*lines, "sources = [sources[0], sources[0].flip(-1)]"]
+            made, lines = (
+                [given, given.flip(-1)],
+                [*lines, "sources = [sources[0], sources[0].flip(-1)]"],
+            )
         return name, made, lines
     if name == "input_ids":
         texts = model.config.get_text_config(encoder=True)
         windows = [
-            n for n in (getattr(texts, "sliding_window", 0), getattr(part, "sliding_window", 0)) if isinstance(n, int)
+            n
+            for n in (getattr(texts, "sliding_window", 0), getattr(part, "sliding_window", 0))
+            if isinstance(n, int)
         ]
         decoder = model.config.get_text_config(decoder=True)
         windows += [n] if isinstance(n := getattr(decoder, "sliding_window", 0), int) else []
         longest = max([SOURCES[0], *(n + 4 for n in windows if n + 4 <= LONGEST)])
         draw = torch.Generator().manual_seed(0)
         most = min(texts.vocab_size, decoder.vocab_size, 120)
-        made = [torch.randint(6, most, (1, length), generator=draw) for length in (longest, *SOURCES[1:])]
+        made = [
+            torch.randint(6, most, (1, length), generator=draw)
+            for length in (longest, *SOURCES[1:])
+        ]
         lines = [f"sources = [{', '.join(f'torch.tensor({one.tolist()})' for one in made)}]"]
         return name, [one.to(twin.device) for one in made], lines
     shape = _shape_of_inputs(name, config)
@@ -441,7 +544,9 @@ def _encoded_inputs(twin: Adapter, inputs: Mapping[str, Any] | None) -> tuple[st
             f"kv.audit(model, inputs={{{name!r}: tensor}})."
         )
     made = [
-        torch.randn(1, *shape, generator=torch.Generator().manual_seed(row)).to(twin.device, twin.dtype)
+        torch.randn(1, *shape, generator=torch.Generator().manual_seed(row)).to(
+            twin.device, twin.dtype
+        )
         for row in range(TEXTS)
     ]
     drawn = f"torch.randn(1, {', '.join(map(str, shape))}, generator=torch.Generator().manual_seed(row)).to(model.dtype)"
@@ -452,7 +557,9 @@ def _shape_of_inputs(name: str, config: Any) -> tuple[int, ...] | None:
     """The shape of sound or of an image that an encoder reads, as its config says it."""
     whole = {
         **config.to_dict(),
-        **(config.encoder.to_dict() if hasattr(getattr(config, "encoder", None), "to_dict") else {}),
+        **(
+            config.encoder.to_dict() if hasattr(getattr(config, "encoder", None), "to_dict") else {}
+        ),
     }
     if name == "input_features" and "num_mel_bins" in whole:
         return int(whole["num_mel_bins"]), 2 * int(whole["max_source_positions"])
@@ -462,5 +569,7 @@ def _shape_of_inputs(name: str, config: Any) -> tuple[int, ...] | None:
         return (SECOND,)
     size = whole.get("image_size")
     if name == "pixel_values" and size:
-        return int(whole.get("num_channels", 3)), *((size, size) if isinstance(size, int) else tuple(size))
+        return int(whole.get("num_channels", 3)), *(
+            (size, size) if isinstance(size, int) else tuple(size)
+        )
     return None

@@ -1,8 +1,9 @@
-"""What a program runs on: a model in float64 with its casts lifted, its forward without a cache, and what it takes and offers.
+"""What a program runs on: a model in float64 with its casts lifted, its forward without a cache,
+and what it takes and offers.
 
-The plain forward, ``use_cache=False`` over one row's own tokens alone, is right by definition. How far it is from itself (before
-more text, among more rows) is the null, and the limit is its root: as far from rounding as from the logits themselves, on a scale
-of logarithms. No constant is tuned.
+The plain forward, ``use_cache=False`` over one row's own tokens alone, is right by definition. How
+far it is from itself (before more text, among more rows) is the null, and the limit is its root: as
+far from rounding as from the logits themselves, on a scale of logarithms. No constant is tuned.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ ROOM = 256
 WORDS, FIRST_WORD = 120, 6
 """Tokens are drawn from so many, and from this one on."""
 TEXTS, LONG, SHORT = 3, 45, 12
-"""Texts that the null is measured on, their length, and what it is where more text changes the beginning of a long one."""
+"""Texts that the null is measured on, their length, and what it is where more text changes the
+beginning of a long one.
+"""
 ALONE = 1e-3
 """How far off of itself alone a row of a batch is where the batch changes what is computed."""
 NOT_ONE = 0.03
@@ -44,15 +47,18 @@ class _Wider(TorchFunctionMode):
         super().__init__()
         self.narrow, self.casts = narrow, {torch.Tensor.float: torch.Tensor.double}
         if torch.float16 in narrow:
-            self.casts |= {torch.Tensor.half: torch.Tensor.double, torch.Tensor.bfloat16: torch.Tensor.double}
+            self.casts |= {
+                torch.Tensor.half: torch.Tensor.double,
+                torch.Tensor.bfloat16: torch.Tensor.double,
+            }
 
     def wide(self, value: Any) -> Any:
         """What stands for a value that an operation is given."""
         return torch.float64 if type(value) is torch.dtype and value in self.narrow else value
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Every operation comes here, and hardly any names a type. Loops, since torch.compile traces them in half the time of a
-        # map.
+        # Every operation comes here, and hardly any names a type. Loops, since torch.compile traces
+        # them in half the time of a map.
         for value in args:
             if type(value) is torch.dtype:
                 args = [self.wide(one) for one in args]
@@ -67,7 +73,9 @@ class _Wider(TorchFunctionMode):
 
 @contextlib.contextmanager
 def casts_lifted(narrow: Sequence[torch.dtype] = NARROW) -> Iterator[None]:
-    """What runs inside makes and casts to float64 where it would to one of these types; to what it would where there is none."""
+    """What runs inside makes and casts to float64 where it would to one of these types; to what it
+    would where there is none.
+    """
     if not narrow:
         yield
         return
@@ -90,7 +98,9 @@ def apart(got: Tensor, want: Tensor) -> float:
 
 
 def row_draw(seed: int, row: int) -> random.Random:
-    """What draws the tokens of a row: programs share their beginnings, and with them the plain forwards."""
+    """What draws the tokens of a row: programs share their beginnings, and with them the plain
+    forwards.
+    """
     return random.Random(f"{seed} {row}")
 
 
@@ -100,7 +110,8 @@ class Subject(abc.ABC):
     Attributes:
         name: What it is called.
         takes: Which of ``attention_mask`` and ``position_ids`` its forward takes.
-        offset: What the position of the first token is, as far as positions are told; None where they are not.
+        offset: What the position of the first token is, as far as positions are told; None where
+            they are not.
         noise: How far the plain forward is from itself, of its largest logit.
         rows: The most rows of a batch; one where a batch alone changes the plain forward.
         room: The most columns of a program that is drawn.
@@ -109,9 +120,11 @@ class Subject(abc.ABC):
         known: How many tokens there are.
         pad: The model's own pad token.
         special: Tokens that stand for something else: images, the end of a text.
-        controls: Of these the pad, ends and beginnings, which a text may hold as it holds any other token.
+        controls: Of these the pad, ends and beginnings, which a text may hold as it holds any other
+            token.
         end: The one that ends a text, or the pad.
-        sizes: Widths on both sides of the sizes that its config names, those of windows and chunks first.
+        sizes: Widths on both sides of the sizes that its config names, those of windows and chunks
+            first.
         caches: Kinds of cache that it offers.
         device: Where tokens are to be.
         native: Whether it is a transformers model itself.
@@ -122,16 +135,20 @@ class Subject(abc.ABC):
         against: What its logits are held against.
         names, prelude: What its lines of Python find beside the model, and those that come first.
         begins: What the texts of rows begin with, one after the other.
-        moves: ``"no"`` where it keeps something of each row on itself, so that rows of a cache cannot move.
+        moves: ``"no"`` where it keeps something of each row on itself, so that rows of a cache
+            cannot move.
         whole: ``"yes"``: what a text begins with is fed in one forward.
         no_generate: The ways of ``generate()`` that are not for it.
         newest: ``"yes"``: a feed may give the logits of its last column alone.
-        requests: ``"any"``, or ``"one"`` where it holds its cache itself, for one request at a time.
-        decodes: Whether tokens that are fed singly are right, so that what it refuses besides is no fault.
+        requests: ``"any"``, or ``"one"`` where it holds its cache itself, for one request at a
+            time.
+        decodes: Whether tokens that are fed singly are right, so that what it refuses besides is no
+            fault.
         notes: What a reader should know of how it was run.
         kind: The kind of cache that is asked about; None for the model's own.
         loss: How far plain decoding on that cache is from the plain forward, of its largest logit.
-        lossy: Whether the cache loses, and is said to: what is right is then the same cache without the use.
+        lossy: Whether the cache loses, and is said to: what is right is then the same cache without
+            the use.
         crops_within: From no more columns than these are some taken back.
         capacity: The most columns that a cache is made for.
     """
@@ -173,7 +190,9 @@ class Subject(abc.ABC):
 
     @abc.abstractmethod
     def plain(self, ids: Tensor, **told: Tensor) -> Tensor:
-        """Logits of every column without a cache, ``[row, column, vocabulary]``; ``told``: mask and positions."""
+        """Logits of every column without a cache, ``[row, column, vocabulary]``; ``told``: mask and
+        positions.
+        """
 
     @abc.abstractmethod
     def feed(self, ids: Tensor, cache: Any, **told: Tensor) -> tuple[Tensor, Any]:
@@ -201,7 +220,9 @@ class Subject(abc.ABC):
         yield
 
     def plain_as_called(self, ids: Tensor, **told: Tensor) -> Tensor:
-        """What :meth:`plain` gives where the forward is called as the program's are, but for the cache."""
+        """What :meth:`plain` gives where the forward is called as the program's are, but for the
+        cache.
+        """
         return self.plain(ids, **told)
 
     def control_line(self, ids: Tensor | str, **told: Tensor) -> str:
@@ -209,11 +230,15 @@ class Subject(abc.ABC):
         return self.plain_line(ids, **told)
 
     def reads(self, begins: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
-        """What forwards are told of rows whose texts begin so, where they read something besides."""
+        """What forwards are told of rows whose texts begin so, where they read something
+        besides.
+        """
         return {}
 
     def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
-        """The line of Python that :meth:`feed` stands for; ``cached``: ``"yes"`` where there is a cache already."""
+        """The line of Python that :meth:`feed` stands for; ``cached``: ``"yes"`` where there is a
+        cache already.
+        """
         return f"logits, cache = step({arguments(ids)}, {'cache' if cached == 'yes' else None})"
 
     def plain_line(self, ids: Tensor | str, **told: Tensor) -> str:
@@ -226,7 +251,9 @@ class Subject(abc.ABC):
         return float(self.noise**0.5)
 
     def made(self, room: int) -> str:
-        """What makes a cache of the kind that is asked about, of so many columns, in Python; empty where none is."""
+        """What makes a cache of the kind that is asked about, of so many columns, in Python; empty
+        where none is.
+        """
         return "" if self.kind is None else self.kind.written(room)[0]
 
     def limit_of(self, rows: int, padded: bool) -> float:
@@ -246,14 +273,20 @@ class Subject(abc.ABC):
         """
         key = tuple(text)
         if key not in self._alone:
-            begun = (known for other, known in self._alone.items() if longer == "yes" and other[: len(key)] == key)
+            begun = (
+                known
+                for other, known in self._alone.items()
+                if longer == "yes" and other[: len(key)] == key
+            )
             if (known := next(begun, None)) is not None:
                 return known[: len(key)]
             self._alone[key] = self._plain(text)
         return self._alone[key]
 
     def among(self, texts: Sequence[Sequence[int]]) -> float:
-        """How far the plain forward of a row is from itself in a batch of so many: the null of batches of more than a few."""
+        """How far the plain forward of a row is from itself in a batch of so many: the null of
+        batches of more than a few.
+        """
         if len(texts) <= TEXTS:
             return 0.0
         if (off := self._among.get(len(texts))) is None:
@@ -261,7 +294,8 @@ class Subject(abc.ABC):
             with self.running():
                 together = self.plain(self.tensor([text[:length] for text in texts]))
             off = max(
-                apart(many, self.alone(text, longer="yes")[:length]) for many, text in zip(together, texts, strict=True)
+                apart(many, self.alone(text, longer="yes")[:length])
+                for many, text in zip(together, texts, strict=True)
             )
             self._among[len(texts)] = off
             self.noise = max(self.noise, off) if off < ALONE else self.noise
@@ -300,15 +334,20 @@ class Subject(abc.ABC):
             most = max(min(length - 5, self.room - 2), 1)
             whole = [self.alone(text) for text in texts]
             shorter = [
-                apart(made[:k], self.alone(text[:k])) for made, text in zip(whole, texts, strict=True) for k in (1, 7, most)
+                apart(made[:k], self.alone(text[:k]))
+                for made, text in zip(whole, texts, strict=True)
+                for k in (1, 7, most)
             ]
             self.noise = max([*shorter, torch.finfo(whole[0].dtype).eps])
             if self.noise <= max(NOT_ONE**2, 8 * torch.finfo(whole[0].dtype).eps):
                 break
-            # RoPE that turns otherwise once a text is long changes its beginning: a short one tells it from noise.
+            # RoPE that turns otherwise once a text is long changes its beginning: a short one tells
+            # it from noise.
             self.varies = True
         else:
-            again = [apart(self._plain(text), made) for made, text in zip(whole, texts, strict=True)]
+            again = [
+                apart(self._plain(text), made) for made, text in zip(whole, texts, strict=True)
+            ]
             if max(again) > NOT_ONE**2:
                 raise UnsupportedError(
                     f"the plain forward of {self.name} is off from itself by {max(again):.2g} of its largest logit when the same "
@@ -325,11 +364,17 @@ class Subject(abc.ABC):
         self.controls = self._as_others(texts[0][: min(SHORT, most)], self.controls)
 
     def _as_others(self, text: list[int], tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of these tokens that the forward takes as it takes any other, and does not itself read pads or positions from."""
+        """Those of these tokens that the forward takes as it takes any other, and does not itself
+        read pads or positions from.
+        """
         mixed = list(text)
         for n in range(1, len(text), 2):
             mixed[n] = tokens[n // 2 % len(tokens)] if tokens else mixed[n]
-        told = {"attention_mask": self.tensor([[1] * len(text)])} if "attention_mask" in self.takes else {}
+        told = (
+            {"attention_mask": self.tensor([[1] * len(text)])}
+            if "attention_mask" in self.takes
+            else {}
+        )
         if self.offset is not None:
             told["position_ids"] = self.tensor([range(self.offset, self.offset + len(text))])
         if not tokens or not told:
@@ -362,7 +407,10 @@ class Subject(abc.ABC):
         for offset in (0, self.pad + 1):
             try:
                 with self.running():
-                    told = self.plain(self.tensor([text]), position_ids=self.tensor([range(offset, offset + len(text))]))[0]
+                    told = self.plain(
+                        self.tensor([text]),
+                        position_ids=self.tensor([range(offset, offset + len(text))]),
+                    )[0]
             except Exception:  # It means something else by positions, so they are not told.
                 continue
             if apart(told, whole) <= self.limit:

@@ -1,9 +1,12 @@
-"""Compare two dumps of tensors, each a file or a folder of ``kv.Trace.save``: which tensor parts first, and by how much.
+"""Compare two dumps of tensors, each a file or a folder of ``kv.Trace.save``: which tensor parts
+first, and by how much.
 
-A file is ``.safetensors`` or ``.npz``; its tensors have any names: sites (``resid_post.3``), TransformerLens's hooks
-(``blocks.3.hook_resid_post``), transformers' modules. Those that both sides name are compared row by row (the last axis is a
-row), in the order of layers, in units of the dtype that they are stored in. Each is also looked for among all tensors of the
-other side, which says so where a name misleads. Nothing is run: the two sides may come from two engines, versions or machines.
+A file is ``.safetensors`` or ``.npz``; its tensors have any names: sites (``resid_post.3``),
+TransformerLens's hooks (``blocks.3.hook_resid_post``), transformers' modules. Those that both sides
+name are compared row by row (the last axis is a row), in the order of layers, in units of the dtype
+that they are stored in. Each is also looked for among all tensors of the other side, which says so
+where a name misleads. Nothing is run: the two sides may come from two engines, versions or
+machines.
 """
 
 from __future__ import annotations
@@ -38,7 +41,16 @@ from kvinterp.commands.kit import (
 from kvinterp.engines.matching import listed_lines, match_sites
 from kvinterp.metrics import vector_errors
 
-COLUMNS = ("tensor", "dtype", "rows", "share_differing", "first_row", "max_abs", "max_ulp", "relative_l2")
+COLUMNS = (
+    "tensor",
+    "dtype",
+    "rows",
+    "share_differing",
+    "first_row",
+    "max_abs",
+    "max_ulp",
+    "relative_l2",
+)
 MOST = 10_000
 """At most so many pairs of tensors are tried for a match."""
 
@@ -46,7 +58,9 @@ MOST = 10_000
 class CompareTraces(Experiment):
     """Where do two recorded runs part?"""
 
-    first: Path = argument(Path(), "A .safetensors or .npz file, or a folder that kv.Trace.save wrote.")
+    first: Path = argument(
+        Path(), "A .safetensors or .npz file, or a folder that kv.Trace.save wrote."
+    )
     second: Path = argument(Path(), "The other; lengths are its.")
 
     def cells(self) -> list[Cell]:
@@ -62,7 +76,9 @@ class CompareTraces(Experiment):
         """The first tensor that differs, and the one that differs most."""
         table, alone = result.tables["tensors"], result.summary["alone"]
         sides = f"{self.first} against {self.second}"
-        lines = [f"{sides}: all {counted(len(table), 'tensor')} that both name are equal to the bit."] * bool(len(table))
+        lines = [
+            f"{sides}: all {counted(len(table), 'tensor')} that both name are equal to the bit."
+        ] * bool(len(table))
         apart = table[table["share_differing"] > 0]
         if len(apart):
             first, most = apart.iloc[0], apart.loc[apart["relative_l2"].idxmax()]
@@ -91,16 +107,25 @@ class CompareTraces(Experiment):
         """The difference by tensor, in order."""
         table = result.tables["tensors"].iloc[::-1]
         panel = Panel(
-            table, "relative_l2", "tensor", "dots", label="length of the difference over the length of the second"
+            table,
+            "relative_l2",
+            "tensor",
+            "dots",
+            label="length of the difference over the length of the second",
         )
-        return {"compare_traces": Chart("How far apart two recorded runs are, tensor by tensor", [panel])}
+        return {
+            "compare_traces": Chart(
+                "How far apart two recorded runs are, tensor by tensor", [panel]
+            )
+        }
 
 
 def tensors_of(place: str) -> dict[str, torch.Tensor]:
     """Reads the tensors of a file or of a trace's folder, by name.
 
     Raises:
-        InputError: It is not there, or cannot be read; an ``.npz`` with pickled objects is never unpickled.
+        InputError: It is not there, or cannot be read; an ``.npz`` with pickled objects is never
+            unpickled.
     """
     path = Path(place)
     try:
@@ -123,18 +148,24 @@ def tensors_of(place: str) -> dict[str, torch.Tensor]:
 
 def _order(name: str) -> tuple[Any, ...]:
     """Layers in the order of their numbers; what has none stands last."""
-    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part)
+    return tuple(
+        (0, int(part), "") if part.isdecimal() else (1, 0, part)
+        for part in re.split(r"(\d+)", name)
+        if part
+    )
 
 
 def compared(a: str, b: str) -> Made:
     """The table of the tensors that both sides name.
 
     Returns:
-        One row a tensor: tensor, dtype (the coarser one), rows, share_differing (of its numbers), first_row (that differs; -1
-        for none), max_abs, max_ulp (units in the last place), relative_l2 (length of the difference over the length of b's).
+        One row a tensor: tensor, dtype (the coarser one), rows, share_differing (of its numbers),
+        first_row (that differs; -1 for none), max_abs, max_ulp (units in the last place),
+        relative_l2 (length of the difference over the length of b's).
 
     Raises:
-        InputError: A file cannot be read, no name is on both sides, a shape differs, or a tensor holds no real numbers.
+        InputError: A file cannot be read, no name is on both sides, a shape differs, or a tensor
+            holds no real numbers.
     """
     sides = tensors_of(a), tensors_of(b)
     common = sorted(sides[0].keys() & sides[1].keys(), key=_order)
@@ -161,22 +192,31 @@ def compared(a: str, b: str) -> Made:
         rows.append(
             {
                 "tensor": name,
-                "dtype": str(min((one.dtype, other.dtype), key=lambda dtype: dtype.itemsize)).removeprefix("torch."),
+                "dtype": str(
+                    min((one.dtype, other.dtype), key=lambda dtype: dtype.itemsize)
+                ).removeprefix("torch."),
                 "rows": len(one),
                 "share_differing": float(differing.double().mean()),
                 "first_row": int(apart[0]) if len(apart) else -1,
                 "max_abs": float(difference.abs().max()),
                 "max_ulp": float(errors["ulp_max"].max()),
-                "relative_l2": float(torch.linalg.vector_norm(difference)) / length if length else float(bool(len(apart))),
+                "relative_l2": float(torch.linalg.vector_norm(difference)) / length
+                if length
+                else float(bool(len(apart))),
             }
         )
-    alone = {name: sorted(mine.keys() - set(common), key=_order) for name, mine in zip((a, b), sides, strict=True)}
+    alone = {
+        name: sorted(mine.keys() - set(common), key=_order)
+        for name, mine in zip((a, b), sides, strict=True)
+    }
     table = pd.DataFrame(rows, columns=COLUMNS)
     return {"tensors": table}, {"alone": alone, "matches": matches, "provenance": {}}
 
 
 def _matches(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> list[str]:
-    """Says which tensors of the first side those of the second are, where one is another than its name says."""
+    """Says which tensors of the first side those of the second are, where one is another than its
+    name says.
+    """
     rows = [{name: each for name, each in side.items() if each.is_floating_point() and each.dim() > 1 and each.numel()}
             for side in (ours, theirs)]  # fmt: skip
     if not all(rows) or len(rows[0]) * len(rows[1]) > MOST:

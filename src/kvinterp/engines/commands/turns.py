@@ -1,8 +1,10 @@
-"""Is each turn's prompt the tokens of the turns before it, exactly? The first token that is not, what did it, and what it costs.
+"""Is each turn's prompt the tokens of the turns before it, exactly? The first token that is not,
+what did it, and what it costs.
 
-A file holds a conversation a line: {"messages": [{"role": ..., "content": ..., "tokens": [IDS, where known]}, ...]}, or
-{"turns": [{"prompt": [IDS], "tokens": [IDS]}, ...]} as an engine had them; or it is one such list. A prefix cache can be used up
-to the first token that differs; a trainer that sees the new prompt scores a reply after other tokens than the engine did.
+A file holds a conversation a line: {"messages": [{"role": ..., "content": ..., "tokens": [IDS,
+where known]}, ...]}, or {"turns": [{"prompt": [IDS], "tokens": [IDS]}, ...]} as an engine had them;
+or it is one such list. A prefix cache can be used up to the first token that differs; a trainer
+that sees the new prompt scores a reply after other tokens than the engine did.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Turns(Experiment):
 
     file: Path = argument(Path(), "JSON, or JSON a line: messages, or the token ids of each turn.")
     model: str = option(
-        "zoo:llama64-mini", "zoo:NAME, a checkpoint folder or a hub id: whose tokenizer and template made it."
+        "zoo:llama64-mini",
+        "zoo:NAME, a checkpoint folder or a hub id: whose tokenizer and template made it.",
     )
     cost: str = option(
         "measured",
@@ -60,7 +63,9 @@ class Turns(Experiment):
         super().check()
         check_known("cost", self.cost, COSTS)
         if not is_file(self.file):
-            raise InputError(f"FILE {shown(str(self.file))} does not exist or is no file: give a file of conversations.")
+            raise InputError(
+                f"FILE {shown(str(self.file))} does not exist or is no file: give a file of conversations."
+            )
 
     def cells(self) -> list[Cell]:
         """One cell: a conversation is short."""
@@ -72,7 +77,9 @@ class Turns(Experiment):
         scorer = adapter if self.cost == "measured" else None
         for number, turns in enumerate(conversations(self.file), 1):
             tables.append(check_turns(adapter, turns, scorer).table.assign(conversation=number))
-        return {"turns": pd.concat(tables, ignore_index=True)}, {"provenance": {"model": adapter.facts.name}}
+        return {"turns": pd.concat(tables, ignore_index=True)}, {
+            "provenance": {"model": adapter.facts.name}
+        }
 
     def reduce(self, parts: Parts) -> Result:
         """The table of borders."""
@@ -83,13 +90,19 @@ class Turns(Experiment):
         """How many borders are exact, and the first of those that are not."""
         lines = sentences(result.tables["turns"])
         more = len(lines) - 6
-        return lines if more <= 0 else [*lines[:6], f"{counted(more, 'more turn')} differ; turns.parquet has all."]
+        return (
+            lines
+            if more <= 0
+            else [*lines[:6], f"{counted(more, 'more turn')} differ; turns.parquet has all."]
+        )
 
     def rows(self, result: Result) -> Rows:
         """The share that is exact, of tokens that can be used again, and of each cause."""
         table = result.tables["turns"]
         by = table["conversation"].astype(str)
-        yield share_of("turns that begin with the cached tokens", table["exact"] == "yes", by, unit="turns")
+        yield share_of(
+            "turns that begin with the cached tokens", table["exact"] == "yes", by, unit="turns"
+        )
         yield finding(
             "cached tokens that can be used again", float(table["reusable"].sum() / max(table["cached"].sum(), 1)),
             n=int(table["cached"].sum()), unit="tokens", measure="%",
@@ -97,7 +110,13 @@ class Turns(Experiment):
         for cause, rows in table[table["cause"] != ""].groupby("cause"):
             nats = rows.get("nats", pd.Series(dtype=float)).mean()
             note = f"what follows is {nats:.2g} nats off on average" if np.isfinite(nats) else ""
-            yield finding(f"turns with {CAUSES[str(cause)]}", float(len(rows)), n=len(table), unit="turns", note=note)
+            yield finding(
+                f"turns with {CAUSES[str(cause)]}",
+                float(len(rows)),
+                n=len(table),
+                unit="turns",
+                note=note,
+            )
 
 
 def conversations(file: Path) -> list[Any]:
@@ -109,7 +128,9 @@ def conversations(file: Path) -> list[Any]:
     try:
         text = bytes_of(file, MOST).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"file {shown(str(file))} cannot be read as UTF-8 text ({error}): expected JSON.") from error
+        raise InputError(
+            f"file {shown(str(file))} cannot be read as UTF-8 text ({error}): expected JSON."
+        ) from error
     try:
         whole = json.loads(text)
         records = [whole] if isinstance(whole, dict) or not _several(whole) else whole
@@ -117,7 +138,9 @@ def conversations(file: Path) -> list[Any]:
         try:
             records = [json.loads(line) for line in text.splitlines() if line.strip()]
         except ValueError as error:
-            raise InputError(f"file {shown(str(file))} is neither JSON nor JSON a line ({error}): mend it.") from error
+            raise InputError(
+                f"file {shown(str(file))} is neither JSON nor JSON a line ({error}): mend it."
+            ) from error
     found = []
     for number, record in enumerate(records, 1):
         turns = record.get("messages", record.get("turns")) if isinstance(record, dict) else record

@@ -56,7 +56,10 @@ def part(record: Any, name: str, kind: type, where: str, default: Any = None) ->
 def choices_of(record: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
     """The choices of an answer, each with its name for errors."""
     choices = record["choices"]
-    return [(where if len(choices) == 1 else f"{where}, choice {n}", choice) for n, choice in enumerate(choices)]
+    return [
+        (where if len(choices) == 1 else f"{where}, choice {n}", choice)
+        for n, choice in enumerate(choices)
+    ]
 
 
 def first_choice(record: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -75,7 +78,9 @@ def prompt_of(record: Mapping[str, Any], choice: Mapping[str, Any], where: str) 
     request = part(record, "request", dict, where, {})
     places = ((choice, "prompt_token_ids"), (record, "prompt_token_ids"), (record, "prompt_ids"), (request, "prompt"),
               (request, "input_ids"), (request, "prompt_token_ids"))  # fmt: skip
-    ids = next((holder[name] for holder, name in places if isinstance(holder.get(name), list)), None)
+    ids = next(
+        (holder[name] for holder, name in places if isinstance(holder.get(name), list)), None
+    )
     if ids is None:
         raise InputError(
             f"{where} holds no ids of the prompt: ask with return_token_ids=true, or write each line as "
@@ -85,11 +90,18 @@ def prompt_of(record: Mapping[str, Any], choice: Mapping[str, Any], where: str) 
 
 
 def id_of(text: Any, token: Token, entry: Mapping[str, Any] | None = None) -> int:
-    """Returns a token's id from its entry, from ``token_id:ID`` or from its text; -1 if no or several tokens have that text."""
+    """Returns a token's id from its entry, from ``token_id:ID`` or from its text; -1 if no or
+    several tokens have that text.
+    """
     number = None if entry is None else entry.get("id")
     if type(number) is int:
         return number
-    if isinstance(text, str) and text.startswith("token_id:") and text[9:].isdecimal() and len(text) < 20:
+    if (
+        isinstance(text, str)
+        and text.startswith("token_id:")
+        and text[9:].isdecimal()
+        and len(text) < 20
+    ):
         return int(text[9:])
     number = token(text) if isinstance(text, str) else None
     return -1 if number is None else number

@@ -1,6 +1,8 @@
-"""The chat shape, ``choices[i].logprobs.content[j]``: chat answers, and llama.cpp's ``/v1/completions``.
+"""The chat shape, ``choices[i].logprobs.content[j]``: chat answers, and llama.cpp's
+``/v1/completions``.
 
-Sources: vllm/entrypoints/openai/chat_completion/protocol.py (0.32.0), llama.cpp tools/server/server-task.cpp.
+Sources: vllm/entrypoints/openai/chat_completion/protocol.py (0.32.0), llama.cpp
+tools/server/server-task.cpp.
 """
 
 from __future__ import annotations
@@ -8,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvinterp.engines.readers.base import Reader, Token, checked_ids, choices_of, first_choice, id_of, part, prompt_of
+from kvinterp.engines.readers.base import (
+    Reader,
+    Token,
+    checked_ids,
+    choices_of,
+    first_choice,
+    id_of,
+    part,
+    prompt_of,
+)
 from kvinterp.recording.engine_path import EnginePath, path_of
 
 
@@ -28,7 +39,9 @@ class Chat(Reader):
             yield path_of(here, prompt_of(record, choice, here), rows)
 
 
-def rows_of(content: Any, token: Token, where: str, answer_ids: Any = None) -> list[tuple[int, Any, list[tuple[int, Any]]]]:
+def rows_of(
+    content: Any, token: Token, where: str, answer_ids: Any = None
+) -> list[tuple[int, Any, list[tuple[int, Any]]]]:
     """Returns for each entry its id, its log-prob and the further pairs of its position."""
     entries = [(part(e, "token", str, where, ""), e) for e in content]
     ids = checked_ids(answer_ids, [id_of(text, token, entry) for text, entry in entries], where)

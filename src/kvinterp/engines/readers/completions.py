@@ -1,4 +1,5 @@
-"""OpenAI's ``/v1/completions``, as vLLM answers it: keys are texts or ``token_id:ID``, -9999 stands for minus infinity.
+"""OpenAI's ``/v1/completions``, as vLLM answers it: keys are texts or ``token_id:ID``, -9999 stands
+for minus infinity.
 
 Source: vllm/entrypoints/openai/completion/protocol.py and serving.py (0.32.0).
 """
@@ -8,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvinterp.engines.readers.base import Reader, Token, checked_ids, choices_of, first_choice, id_of, part, prompt_of
+from kvinterp.engines.readers.base import (
+    Reader,
+    Token,
+    checked_ids,
+    choices_of,
+    first_choice,
+    id_of,
+    part,
+    prompt_of,
+)
 from kvinterp.errors import InputError
 from kvinterp.recording.engine_path import EnginePath, path_of
 
@@ -20,13 +30,19 @@ class Completions(Reader):
         """Whether the choices have log-probs by token, not ``content``."""
         choice = first_choice(record)
         logprobs = choice.get("logprobs")
-        return "token_logprobs" in logprobs if isinstance(logprobs, Mapping) else "prompt_logprobs" in choice
+        return (
+            "token_logprobs" in logprobs
+            if isinstance(logprobs, Mapping)
+            else "prompt_logprobs" in choice
+        )
 
     def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
         """Yields one path a choice."""
         for here, choice in choices_of(record, where):
             logprobs = part(choice, "logprobs", dict, here, {})
-            values, texts = (part(logprobs, name, list, here, []) for name in ("token_logprobs", "tokens"))
+            values, texts = (
+                part(logprobs, name, list, here, []) for name in ("token_logprobs", "tokens")
+            )
             tops = part(logprobs, "top_logprobs", list, here, []) or [None] * len(values)
             if not len(values) == len(texts) == len(tops):
                 raise InputError(
@@ -39,8 +55,15 @@ class Completions(Reader):
             if echo and isinstance(answer_ids, list):
                 answer_ids = [*prompt, *answer_ids]
             ids = checked_ids(answer_ids, [id_of(text, token) for text in texts], here)
-            rows = [(i, v, _pairs(top, token, here)) for i, v, top in zip(ids, values, tops, strict=True)]
-            before = [(v, pairs) for _, v, pairs in rows[: len(prompt)]] if echo else _prompt_rows(choice, prompt, here)
+            rows = [
+                (i, v, _pairs(top, token, here))
+                for i, v, top in zip(ids, values, tops, strict=True)
+            ]
+            before = (
+                [(v, pairs) for _, v, pairs in rows[: len(prompt)]]
+                if echo
+                else _prompt_rows(choice, prompt, here)
+            )
             yield path_of(here, prompt, rows[len(prompt) :] if echo else rows, before)
 
 

@@ -1,7 +1,9 @@
-"""The file of ``llama-perplexity --kl-divergence-base``: 16 bits a log-prob of the whole vocabulary.
+"""The file of ``llama-perplexity --kl-divergence-base``: 16 bits a log-prob of the whole
+vocabulary.
 
-A row is ``log p = scale * q + least``, clamped 16 nats below the largest logit, so that a step is at most 2.4e-4 nats. The first
-half of each chunk has no rows. Where llama.cpp put a BOS, the file still holds the text's own token there.
+A row is ``log p = scale * q + least``, clamped 16 nats below the largest logit, so that a step is
+at most 2.4e-4 nats. The first half of each chunk has no rows. Where llama.cpp put a BOS, the file
+still holds the text's own token there.
 Source: llama.cpp tools/perplexity/perplexity.cpp, lines 79 to 106 and 460 to 580.
 """
 
@@ -29,8 +31,14 @@ def read_kl_base(content: bytes, name: str, bos: int | None) -> list[EnginePath]
         InputError: The file is cut, or is of another format.
     """
     words = np.frombuffer(content[8:20], "<i4")
-    if content[:8] != MAGIC or len(words) < 3 or not (words[0] > 1 and words[1] > 1 and words[2] > 0):
-        raise InputError(f"file {name!r} is no --kl-divergence-base file, or is cut: write it again.")
+    if (
+        content[:8] != MAGIC
+        or len(words) < 3
+        or not (words[0] > 1 and words[1] > 1 and words[2] > 0)
+    ):
+        raise InputError(
+            f"file {name!r} is no --kl-divergence-base file, or is cut: write it again."
+        )
     context, vocabulary, chunks = map(int, words)
     rows, width = context - 1 - context // 2, 2 * ((vocabulary + 1) // 2) + 4
     start = 20 + 4 * chunks * context
@@ -41,7 +49,9 @@ def read_kl_base(content: bytes, name: str, bos: int | None) -> list[EnginePath]
         )
     ids = np.frombuffer(content[20:start], "<i4").reshape(chunks, context).copy()
     if (ids < 0).any() or (ids >= vocabulary).any():
-        raise InputError(f"file {name!r} has a token outside its vocabulary of {vocabulary:,}: write it again.")
+        raise InputError(
+            f"file {name!r} has a token outside its vocabulary of {vocabulary:,}: write it again."
+        )
     if bos is not None:
         ids[:, 0] = bos
     every = np.frombuffer(content[start:], "<u2").reshape(chunks, rows, width)
@@ -60,5 +70,9 @@ def read_kl_base(content: bytes, name: str, bos: int | None) -> list[EnginePath]
         top = {first + row: (ids_of_row, whole[row]) for row in range(rows)}
         tokens = tuple(map(int, ids[chunk]))
         where = f"file {name!r}, chunk {chunk + 1}"
-        paths.append(EnginePath(where, tokens[:first], tokens[first:], logprobs, top, missing, step=16 / 65535))
+        paths.append(
+            EnginePath(
+                where, tokens[:first], tokens[first:], logprobs, top, missing, step=16 / 65535
+            )
+        )
     return paths

@@ -1,4 +1,5 @@
-"""llama.cpp's server, ``/completion``: ``completion_probabilities``, before temperature and samplers.
+"""llama.cpp's server, ``/completion``: ``completion_probabilities``, before temperature and
+samplers.
 
 Prompt log-probs need a request a position there; ``read_engine`` merges such answers.
 Source: llama.cpp tools/server/server-task.cpp.

@@ -1,4 +1,5 @@
-"""NeMo-RL's ``train_data_step{N}.jsonl``: generation and trainer side by side, zero where there is no log-prob.
+"""NeMo-RL's ``train_data_step{N}.jsonl``: generation and trainer side by side, zero where there is
+no log-prob.
 
 Source: nemo_rl/algorithms/grpo.py.
 """
@@ -31,14 +32,21 @@ class Nemo(Reader):
         length = record.get("input_lengths")
         length = length if type(length) is int and length > 0 else None
         ids = token_ids(record["token_ids"], f"{where}: 'token_ids'")[:length]
-        mask = np.array([bool(m) for m in part(record, self.mask, list, where, [1] * len(ids))][: len(ids)], bool)
+        mask = np.array(
+            [bool(m) for m in part(record, self.mask, list, where, [1] * len(ids))][: len(ids)],
+            bool,
+        )
         missing: Counter[str] = Counter()
         values, others = (part(record, name, list, where, [])[: len(ids)] for name in self.sides)
         if not len(mask) == len(ids) == len(values):
             raise InputError(
                 f"{where} has {len(ids)} tokens, a mask of {len(mask)} and {len(values)} log-probs: expected as many; mend it."
             )
-        engine = log_probs([value if own else None for value, own in zip(values, mask, strict=True)], where, missing)
+        engine = log_probs(
+            [value if own else None for value, own in zip(values, mask, strict=True)],
+            where,
+            missing,
+        )
         # What the mask leaves out is nothing that the file lacks; a trainer may have numbers there.
         missing["null"] -= int((~mask).sum())
         trainer = log_probs(others, where, missing)
@@ -46,4 +54,6 @@ class Nemo(Reader):
             trainer[~mask & (trainer == 0)] = np.nan
         start = int(mask.argmax()) if mask.any() else len(ids)
         side = trainer if len(trainer) else None
-        yield EnginePath(where, ids[:start], ids[start:], engine, {}, +missing, side, zeros="doubtful")
+        yield EnginePath(
+            where, ids[:start], ids[start:], engine, {}, +missing, side, zeros="doubtful"
+        )

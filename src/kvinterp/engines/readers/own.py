@@ -1,7 +1,9 @@
-"""Our own JSONL: ``{"prompt": [IDS], "tokens": [IDS], "logprobs": [NATS or null]}`` a line, which any engine's answer can become.
+"""Our own JSONL: ``{"prompt": [IDS], "tokens": [IDS], "logprobs": [NATS or null]}`` a line, which
+any engine's answer can become.
 
-Also, optionally: ``prompt_logprobs`` (one a prompt token), ``top`` (for each token of both a list of ``[id, log-prob]``, or
-null), ``trainer_logprobs`` (as ``logprobs``), ``declared`` (an object), ``id``.
+Also, optionally: ``prompt_logprobs`` (one a prompt token), ``top`` (for each token of both a list
+of ``[id, log-prob]``, or null), ``trainer_logprobs`` (as ``logprobs``), ``declared`` (an object),
+``id``.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class Own(Reader):
 
     def paths(self, record: Mapping[str, Any], where: str, token: Token) -> Iterator[EnginePath]:
         """Yields one path a line."""
-        prompt, tokens = (token_ids(record[name], f"{where}: {name!r}") for name in ("prompt", "tokens"))
+        prompt, tokens = (
+            token_ids(record[name], f"{where}: {name!r}") for name in ("prompt", "tokens")
+        )
         missing: Counter[str] = Counter()
         declared = part(record, "declared", dict, where, {})
         zeros = "doubtful" if declared.get("zero") == "missing" else "certain"
@@ -43,13 +47,19 @@ class Own(Reader):
             trainer = np.concatenate([unknown, given("trainer_logprobs")])
         tops = part(record, "top", list, where, [])
         if len(tops) > len(prompt) + len(tokens):
-            raise InputError(f"{where}: 'top' holds more lists than there are tokens: expected one for each; mend it.")
+            raise InputError(
+                f"{where}: 'top' holds more lists than there are tokens: expected one for each; mend it."
+            )
         top = {}
         for at, pairs in enumerate(tops):
             if pairs is None:
                 continue
-            if not isinstance(pairs, list) or any(not isinstance(p, list) or len(p) != 2 for p in pairs):
-                raise InputError(f"{where}: 'top' must hold a list of [id, log-prob] a token, or null; mend it.")
+            if not isinstance(pairs, list) or any(
+                not isinstance(p, list) or len(p) != 2 for p in pairs
+            ):
+                raise InputError(
+                    f"{where}: 'top' must hold a list of [id, log-prob] a token, or null; mend it."
+                )
             token_ids([p[0] for p in pairs], f"{where}: 'top'")
             top[at] = pairs_of([(p[0], p[1]) for p in pairs], where, missing)
         name = str(record.get("id", where)).encode(errors="backslashreplace").decode()

@@ -1,4 +1,5 @@
-"""prime-rl's ``token_exports/step_{N}/rank_{R}.jsonl``: inference and trainer side by side, null for NaN.
+"""prime-rl's ``token_exports/step_{N}/rank_{R}.jsonl``: inference and trainer side by side, null
+for NaN.
 
 Source: src/prime_rl/trainer/rl/token_export.py (schema_version 1).
 """

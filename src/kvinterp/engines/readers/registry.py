@@ -25,7 +25,10 @@ MOST = 2**31
 
 
 def read_engine(
-    file: str | Path, format: str | None = None, token: Token = lambda text: None, bos: int | None = None
+    file: str | Path,
+    format: str | None = None,
+    token: Token = lambda text: None,
+    bos: int | None = None,
 ) -> list[EnginePath]:
     """Reads the paths of a file of another engine.
 
@@ -47,13 +50,17 @@ def read_engine(
     try:
         content = bytes_of(location, MOST)
     except OSError as error:
-        raise InputError(f"file {str(location)!r} cannot be read ({error.strerror or error}): check it.") from error
+        raise InputError(
+            f"file {str(location)!r} cannot be read ({error.strerror or error}): check it."
+        ) from error
     if format is not None:
         check_known("format", format, [*READERS, BINARY])
     if content[: len(MAGIC)] == MAGIC or format == BINARY:
         return read_kl_base(content, location.name, bos)
     records = _records(content, location.name)
-    paths = _merged([path for where, record in records for path in _paths(record, where, format, token)])
+    paths = _merged(
+        [path for where, record in records for path in _paths(record, where, format, token)]
+    )
     names: set[str] = set()
     for number, path in enumerate(paths, 1):
         # Two paths of one name would be one sequence in every table.
@@ -64,8 +71,13 @@ def read_engine(
 
 def _records(content: bytes, name: str) -> list[tuple[str, Mapping[str, Any]]]:
     if content[:2] == b"\x1f\x8b":
-        raise InputError(f"file {name!r} is compressed (gzip): expected JSON, or JSON a line; unpack it.")
-    if content[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05") or content[:4] == b"PK\x03\x04":
+        raise InputError(
+            f"file {name!r} is compressed (gzip): expected JSON, or JSON a line; unpack it."
+        )
+    if (
+        content[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+        or content[:4] == b"PK\x03\x04"
+    ):
         raise InputError(
             f"file {name!r} is a pickle or an archive, which may run code and is not opened: convert it to JSON a line, "
             "see docs/engines.md."
@@ -73,10 +85,14 @@ def _records(content: bytes, name: str) -> list[tuple[str, Mapping[str, Any]]]:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"file {name!r} is not UTF-8 text (byte {error.start}): expected JSON, or JSON a line.") from error
+        raise InputError(
+            f"file {name!r} is not UTF-8 text (byte {error.start}): expected JSON, or JSON a line."
+        ) from error
     lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise InputError(f"file {name!r} is empty: expected log-probs of another engine, JSON a line; write some.")
+        raise InputError(
+            f"file {name!r} is empty: expected log-probs of another engine, JSON a line; write some."
+        )
     try:
         whole = json.loads(text)
         values = [
@@ -88,9 +104,18 @@ def _records(content: bytes, name: str) -> list[tuple[str, Mapping[str, Any]]]:
     records: list[tuple[str, Mapping[str, Any]]] = []
     for where, value in values:
         if not isinstance(value, dict):
-            raise InputError(f"{where} is {shown(value)}: expected an object, an answer of an engine; mend it.")
+            raise InputError(
+                f"{where} is {shown(value)}: expected an object, an answer of an engine; mend it."
+            )
         response = value.get("response")
-        records.append((where, {**response, "request": value.get("request")} if isinstance(response, dict) else value))
+        records.append(
+            (
+                where,
+                {**response, "request": value.get("request")}
+                if isinstance(response, dict)
+                else value,
+            )
+        )
     return records
 
 
@@ -102,10 +127,14 @@ def _line(where: str, line: str) -> Any:
             f"{where} is not JSON ({error.msg}, column {error.colno}): expected one object a line; mend it."
         ) from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} is nested too deeply or holds a number too long to read: mend it.") from error
+        raise InputError(
+            f"{where} is nested too deeply or holds a number too long to read: mend it."
+        ) from error
 
 
-def _paths(record: Mapping[str, Any], where: str, format: str | None, token: Token) -> list[EnginePath]:
+def _paths(
+    record: Mapping[str, Any], where: str, format: str | None, token: Token
+) -> list[EnginePath]:
     kinds = [kind() for name, kind in READERS.items() if format in (None, name)]
     reader = next((kind for kind in kinds if kind.fits(record)), None)
     if reader is None:
@@ -119,13 +148,17 @@ def _paths(record: Mapping[str, Any], where: str, format: str | None, token: Tok
 
 
 def _merged(paths: list[EnginePath]) -> list[EnginePath]:
-    """Merges paths of one token each, which llama.cpp needs for log-probs of a prompt, into one path a text."""
+    """Merges paths of one token each, which llama.cpp needs for log-probs of a prompt, into one
+    path a text.
+    """
     if len(paths) < 2 or any(len(path.tokens) != 1 for path in paths):
         return paths
     merged: list[EnginePath] = []
     for path in sorted(paths, key=lambda path: -len(path.prompt)):
         at = len(path.prompt)
-        whole = next((w for w in merged if w.prompt[:at] == path.prompt and len(w.prompt) > at), None)
+        whole = next(
+            (w for w in merged if w.prompt[:at] == path.prompt and len(w.prompt) > at), None
+        )
         if whole is None:
             merged.append(path)
             continue

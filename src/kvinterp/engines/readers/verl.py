@@ -1,4 +1,5 @@
-"""Batches of verl as JSON: ``data.batch`` of the trainer with its tensors as lists, padded left and right.
+"""Batches of verl as JSON: ``data.batch`` of the trainer with its tensors as lists, padded left and
+right.
 
 Source: verl/trainer/ppo/ray_trainer.py and rollout_corr_helper.py.
 """

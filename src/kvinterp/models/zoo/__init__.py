@@ -1,9 +1,11 @@
-"""Seven small trained checkpoints that come with the package, so that everything runs offline and on a laptop's CPU.
+"""Seven small trained checkpoints that come with the package, so that everything runs offline and
+on a laptop's CPU.
 
-Four of them differ in nothing but how many query heads share a KV head (``llama-mini`` 1, ``gqa2-mini`` 2,
-``mistral-mini`` 4, ``mqa-mini`` 8); ``gemma2-mini`` has the parts of Gemma 2 that the others lack, ``llama64-mini`` the
-heads of 64 that block formats of a quantised cache need, and ``moe-mini`` eight experts a layer. ``CARD.md`` says how
-they were trained and how well they do; ``tools/zoo`` makes them again (``make zoo``).
+Four of them differ in nothing but how many query heads share a KV head (``llama-mini`` 1,
+``gqa2-mini`` 2, ``mistral-mini`` 4, ``mqa-mini`` 8); ``gemma2-mini`` has the parts of Gemma 2 that
+the others lack, ``llama64-mini`` the heads of 64 that block formats of a quantised cache need, and
+``moe-mini`` eight experts a layer. ``CARD.md`` says how they were trained and how well they do;
+``tools/zoo`` makes them again (``make zoo``).
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from kvinterp.common.checks import check_known
 
 __all__ = ["describe", "folder", "names"]
 
-_NAMES = ("llama-mini", "gqa2-mini", "mistral-mini", "mqa-mini", "gemma2-mini", "llama64-mini", "moe-mini")
+_NAMES = (
+    "llama-mini",
+    "gqa2-mini",
+    "mistral-mini",
+    "mqa-mini",
+    "gemma2-mini",
+    "llama64-mini",
+    "moe-mini",
+)
 
 _SIZES = {
     "layers": "num_hidden_layers",
@@ -47,12 +57,13 @@ def folder(name: str) -> Path:
 
 
 def describe() -> list[dict[str, Any]]:
-    """Reads the sizes and the training of each checkpoint from its ``config.json`` and ``training.json``.
+    """Reads the sizes and the training of each checkpoint from its ``config.json`` and
+    ``training.json``.
 
     Returns:
-        One record a checkpoint: ``name``, ``architecture``, ``parameters``, ``layers``, ``width``, ``heads``,
-        ``kv_heads``, ``head_dim``, ``steps``, ``tokens``, ``minutes``, ``accuracy`` (task to fraction right) and
-        ``bytes`` (of the whole folder).
+        One record a checkpoint: ``name``, ``architecture``, ``parameters``, ``layers``, ``width``,
+        ``heads``, ``kv_heads``, ``head_dim``, ``steps``, ``tokens``, ``minutes``, ``accuracy``
+        (task to fraction right) and ``bytes`` (of the whole folder).
     """
     records = []
     for name in _NAMES:
@@ -64,7 +75,10 @@ def describe() -> list[dict[str, Any]]:
                 "name": name,
                 "architecture": config["architectures"][0],
                 **{ours: config[theirs] for ours, theirs in _SIZES.items()},
-                **{key: training[key] for key in ("parameters", "steps", "tokens", "minutes", "accuracy")},
+                **{
+                    key: training[key]
+                    for key in ("parameters", "steps", "tokens", "minutes", "accuracy")
+                },
                 "bytes": sum(file.stat().st_size for file in place.iterdir()),
             }
         )

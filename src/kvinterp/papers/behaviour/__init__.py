@@ -1,1 +1,3 @@
-"""WHAT A MODEL DOES along a path: texts it writes, likelihoods it gives, and others' evaluators over both."""
+"""WHAT A MODEL DOES along a path: texts it writes, likelihoods it gives, and others' evaluators
+over both.
+"""

@@ -46,7 +46,8 @@ def played(
 ) -> list[list[str]]:
     """Chains of one text, one a seed: the text itself, then what each hop made of it.
 
-    The random numbers belong to text, seed and hop, so that every path draws the same. At temperature 0 a text that comes
+    The random numbers belong to text, seed and hop, so that every path draws the same. At
+    temperature 0 a text that comes
     again goes on as it went before: what follows is copied, not computed.
 
     Args:
@@ -87,11 +88,15 @@ _THOUGHT = re.compile(r"^(?:(?!<think>).)*</think>|<think>.*?(?:</think>|$)", re
 
 
 def spoken(text: str) -> str:
-    """What a model said without what it thought: ``<think>`` blocks are left out, one without an end to the end."""
+    """What a model said without what it thought: ``<think>`` blocks are left out, one without an
+    end to the end.
+    """
     return _THOUGHT.sub("", text).strip()
 
 
-def tokens_of(adapter: Adapter, template: str, chat: str, system: str | None) -> Callable[[str], list[int]]:
+def tokens_of(
+    adapter: Adapter, template: str, chat: str, system: str | None
+) -> Callable[[str], list[int]]:
     """How a text is asked to be restated, as token ids.
 
     Args:
@@ -104,7 +109,9 @@ def tokens_of(adapter: Adapter, template: str, chat: str, system: str | None) ->
         InputError: The tokenizer has no chat template.
     """
     if chat == "none":
-        return lambda text: adapter.encode((f"{system}\n" if system else "") + template.replace(TEXT, text))
+        return lambda text: adapter.encode(
+            (f"{system}\n" if system else "") + template.replace(TEXT, text)
+        )
     first = [{"role": "system", "content": system}] if system else []
 
     def ask(text: str) -> list[int]:
@@ -115,11 +122,13 @@ def tokens_of(adapter: Adapter, template: str, chat: str, system: str | None) ->
     return ask
 
 
-# What a text is worth -------------------------------------------------------------------------------------------------
+# What a text is worth -----------------------------------------------------------------------------
 
 
 def facts_of(prompt: Prompt) -> tuple[str, ...]:
-    """What a restatement has to keep: the prompt's own facts, or else its numbers and the names within its sentences."""
+    """What a restatement has to keep: the prompt's own facts, or else its numbers and the names
+    within its sentences.
+    """
     if prompt.facts:
         return prompt.facts
     names = re.findall(r"(?<=[a-z,;] )[A-Z]\w+", prompt.text)
@@ -127,16 +136,23 @@ def facts_of(prompt: Prompt) -> tuple[str, ...]:
 
 
 def share_kept(facts: Sequence[str], text: str) -> float:
-    """How many of the facts a text has as words of their own, as a share; NaN where there are none."""
+    """How many of the facts a text has as words of their own, as a share; NaN where there are
+    none.
+    """
     kept = [score(Prompt("", "", facts=(fact,)), text) for fact in facts]
     return float(np.mean(kept)) if kept else np.nan
 
 
 def check_embedder(name: str) -> None:
-    """Raises InputError where an embedder needs what is not here: asked before a model is loaded."""
+    """Raises InputError where an embedder needs what is not here: asked before a model is
+    loaded.
+    """
     if name.startswith("real:"):
         real.path(name.removeprefix("real:"))
-    if name not in ("counts", "model") and importlib.util.find_spec("sentence_transformers") is None:
+    if (
+        name not in ("counts", "model")
+        and importlib.util.find_spec("sentence_transformers") is None
+    ):
         raise InputError(
             f"embedder {name!r} is a sentence-transformers model, which needs pip install 'kvinterp[chains]'; counts and model "
             "need nothing."
@@ -147,13 +163,14 @@ def embedder_named(name: str, adapter: Adapter) -> Callable[[Sequence[str]], np.
     """What turns texts into vectors ``[text, width]``, of which the cosine is taken.
 
     Args:
-        name: ``"counts"``: how often each word of the texts occurs, which knows no synonyms; ``"model"``: the mean over
-            positions of the model's own last residual stream; or a sentence-transformers model, by name or folder, such as
-            ``"real:all-minilm-l6-v2"``.
+        name: ``"counts"``: how often each word of the texts occurs, which knows no synonyms;
+            ``"model"``: the mean over positions of the model's own last residual stream; or a
+            sentence-transformers model, by name or folder, such as ``"real:all-minilm-l6-v2"``.
         adapter: The model.
 
     Raises:
-        InputError: sentence-transformers is not installed, or has no such model; or one of ``real:`` was not fetched.
+        InputError: sentence-transformers is not installed, or has no such model; or one of
+            ``real:`` was not fetched.
     """
     check_embedder(name)
     if name == "counts":
@@ -173,7 +190,9 @@ def embedder_named(name: str, adapter: Adapter) -> Callable[[Sequence[str]], np.
             "real:all-minilm-l6-v2."
         ) from error
     # One by one: a text has the same vector whatever stands beside it.
-    return lambda texts: np.asarray(embedder.encode(list(texts), batch_size=1, show_progress_bar=False))
+    return lambda texts: np.asarray(
+        embedder.encode(list(texts), batch_size=1, show_progress_bar=False)
+    )
 
 
 def _counts(texts: Sequence[str]) -> np.ndarray:
@@ -184,7 +203,9 @@ def _counts(texts: Sequence[str]) -> np.ndarray:
 def _pooled(adapter: Adapter, text: str) -> np.ndarray:
     last = adapter.facts.layers - 1
     tokens, site = adapter.encode(text or " "), "resid_post"
-    trace = run(adapter, tokens, "recompute", max_new_tokens=1, record=site, layers=[last], positions="all")
+    trace = run(
+        adapter, tokens, "recompute", max_new_tokens=1, record=site, layers=[last], positions="all"
+    )
     (stream,) = trace.records[site, last]
     return np.asarray(stream.double().mean(0).cpu())
 
@@ -196,7 +217,7 @@ def cosines(vectors: np.ndarray) -> np.ndarray:
     return np.divide(vectors @ vectors[0], known, out=np.zeros(len(vectors)), where=known > 0)
 
 
-# What chains come to --------------------------------------------------------------------------------------------------
+# What chains come to ------------------------------------------------------------------------------
 
 
 def cycles_of(chains: pd.DataFrame) -> pd.DataFrame:
@@ -206,19 +227,25 @@ def cycles_of(chains: pd.DataFrame) -> pd.DataFrame:
         chains: A row a hop: :data:`CHAIN`, hop, said.
 
     Returns:
-        A row a chain: :data:`CHAIN`; ``enters``, the hop of the first text that comes again, and ``period``, after how many
-        hops it does: 1 is a fixed point. NaN where none comes again. At temperature 0 the chain stays there; above it may leave.
+        A row a chain: :data:`CHAIN`; ``enters``, the hop of the first text that comes again, and
+            ``period``, after how many
+        hops it does: 1 is a fixed point. NaN where none comes again. At temperature 0 the chain
+            stays there; above it may leave.
     """
     rows = []
     for labels, chain in conditions(chains.sort_values("hop"), *CHAIN):
         again = chain[chain["said"].duplicated()].head(1)
         enters = chain.loc[chain["said"].isin(again["said"]), "hop"].min()
-        rows.append({**labels, "enters": float(enters), "period": float(again["hop"].min() - enters)})
+        rows.append(
+            {**labels, "enters": float(enters), "period": float(again["hop"].min() - enters)}
+        )
     return pd.DataFrame(rows)
 
 
 def curves_of(chains: pd.DataFrame) -> pd.DataFrame:
-    """Mean similarity and share of facts by hop, of each model, arm and temperature, with Student's intervals over texts."""
+    """Mean similarity and share of facts by hop, of each model, arm and temperature, with Student's
+    intervals over texts.
+    """
     rows = []
     for labels, group in conditions(chains, *ARM, "hop"):
         rows.append(labels | {"chains": len(group)})
@@ -236,10 +263,11 @@ def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:
         control: The arm that others are compared with.
 
     Returns:
-        A row a model, arm and temperature, sorted: ``similarity`` and ``facts`` of the last hop, ``delta`` (the arm's minus the
-        control's similarity) with Student's interval over texts (chains of one are not independent), ``chains``, those ``better``
-        and ``worse`` than the control's, ``same_text``, and ``half_life``: the median of the first hop whose similarity is at
-        most a half, of the ``halved`` chains that have one.
+        A row a model, arm and temperature, sorted: ``similarity`` and ``facts`` of the last hop,
+        ``delta`` (the arm's minus the control's similarity) with Student's interval over texts
+        (chains of one are not independent), ``chains``, those ``better`` and ``worse`` than the
+        control's, ``same_text``, and ``half_life``: the median of the first hop whose similarity is
+        at most a half, of the ``halved`` chains that have one.
     """
     halves = chains[chains["similarity"] <= 0.5].groupby(CHAIN)["hop"].min().rename("half")
     last = chains[chains["hop"] == chains["hop"].max()].join(halves, on=CHAIN)
@@ -265,18 +293,21 @@ def deltas_of(chains: pd.DataFrame, control: str) -> pd.DataFrame:
 
 
 def attractors_of(chains: pd.DataFrame) -> pd.DataFrame:
-    """Where chains are drawn to and how strongly: a text's length, and its similarity, regressed on those a hop before.
+    """Where chains are drawn to and how strongly: a text's length, and its similarity, regressed on
+    those a hop before.
 
-    With the slope a and the intercept b the position is b / (1 - a), where a step changes nothing, and the strength 1 - a: 0
-    where nothing draws, 1 where one hop is enough. Position and strength of an attractor are Perez et al.'s (2025, arXiv
-    2407.04503); that the line goes through successive hops, and not from first to last texts, is ours: it needs few first texts.
+    With the slope a and the intercept b the position is b / (1 - a), where a step changes nothing,
+    and the strength 1 - a: 0 where nothing draws, 1 where one hop is enough. Position and strength
+    of an attractor are Perez et al.'s (2025, arXiv 2407.04503); that the line goes through
+    successive hops, and not from first to last texts, is ours: it needs few first texts.
 
     Args:
         chains: A row a hop: :data:`CHAIN`, hop, words, similarity.
 
     Returns:
-        A row a model, arm, temperature and ``of`` (``words`` or ``similarity``): position, strength with its interval from the
-        slope's standard error, pairs. NaN where fewer than three pairs vary.
+        A row a model, arm, temperature and ``of`` (``words`` or ``similarity``): position, strength
+        with its interval from the slope's standard error, pairs. NaN where fewer than three pairs
+        vary.
     """
     rows = []
     for labels, group in conditions(chains.sort_values("hop"), *ARM):
@@ -289,6 +320,9 @@ def attractors_of(chains: pd.DataFrame) -> pd.DataFrame:
                 far = stats.t.ppf(0.975, len(x) - 2) * line.stderr
                 strength = 1 - line.slope
                 position = line.intercept / strength if abs(strength) > 1e-9 else np.nan
-            drawn = {"position": position, **with_ends("strength", strength, strength - far, strength + far)}
+            drawn = {
+                "position": position,
+                **with_ends("strength", strength, strength - far, strength + far),
+            }
             rows.append({**labels, "of": measure, "pairs": len(x), **drawn})
     return pd.DataFrame(rows)

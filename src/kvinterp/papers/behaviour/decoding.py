@@ -1,7 +1,9 @@
-"""Texts and likelihoods along a path, with stop strings, and with the end of the prompt fed through the cache where asked.
+"""Texts and likelihoods along a path, with stop strings, and with the end of the prompt fed through
+the cache where asked.
 
-With ``prefill=exact`` the token that the prefill decides never meets what a policy did to the cache. ``through`` feeds so many
-of the prompt's last tokens one by one, so that whatever is asked of the model is answered by reading the cache.
+With ``prefill=exact`` the token that the prefill decides never meets what a policy did to the
+cache. ``through`` feeds so many of the prompt's last tokens one by one, so that whatever is asked
+of the model is answered by reading the cache.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def prefilled(path: ExecutionPath, length: int, through: int) -> int:
     """How many of a prompt's tokens are prefilled; the rest is fed one by one.
 
     Args:
-        path: The path. Where it keeps no cache, or the prefill reads what is stored, the prefill takes the whole prompt.
+        path: The path. Where it keeps no cache, or the prefill reads what is stored, the prefill
+            takes the whole prompt.
         length: The prompt's tokens.
         through: How many are to be fed through the cache; the first is always prefilled.
     """
@@ -88,7 +91,8 @@ def write(
         prompts: Token ids.
         max_new_tokens: Most tokens of each.
         strategy: How tokens are chosen.
-        seed: Seeds the random numbers, which belong to the example and the token whatever batch it is in.
+        seed: Seeds the random numbers, which belong to the example and the token whatever batch it
+            is in.
         examples: The number of each prompt for them; 0, 1, ... unless given.
         stops: Texts at which it ends.
         through: How many of each prompt's last tokens are fed one by one, see :func:`prefilled`.
@@ -100,7 +104,11 @@ def write(
         NonFiniteError: NaN or Inf logits.
     """
     path, strategy = path_named(path), strategy_named(strategy)
-    check_seed(seed), check_whole("max_new_tokens", max_new_tokens), check_whole("through", through, least=0)
+    (
+        check_seed(seed),
+        check_whole("max_new_tokens", max_new_tokens),
+        check_whole("through", through, least=0),
+    )
     numbers = range(len(prompts)) if examples is None else examples
     stops = [stop for stop in stops if stop]
     fed_of = []
@@ -119,18 +127,29 @@ def write(
         return "length" if len(tokens) == max_new_tokens else ""
 
     def work(indices: Sequence[int], fed: int) -> list[Written]:
-        draw = Drawing(strategy, seed, [numbers[index] for index in indices], max_new_tokens, adapter.device)
+        draw = Drawing(
+            strategy, seed, [numbers[index] for index in indices], max_new_tokens, adapter.device
+        )
         texts, over = [list[int]() for _ in indices], [""] * len(indices)
-        with _decoded(adapter, path, [prompts[index] for index in indices], fed, max_new_tokens, draw, over) as steps:
+        with _decoded(
+            adapter, path, [prompts[index] for index in indices], fed, max_new_tokens, draw, over
+        ) as steps:
             for now in steps:
                 for row, token in enumerate(now.chosen[0].tolist() if now.number >= fed else ()):
                     over[row] = over[row] or ending(texts[row], token)
         done(len(indices))
-        return [Written(tuple(tokens), said(tokens), why) for tokens, why in zip(texts, over, strict=True)]
+        return [
+            Written(tuple(tokens), said(tokens), why)
+            for tokens, why in zip(texts, over, strict=True)
+        ]
 
     def said(tokens: list[int]) -> str:
         tokenizer = adapter.tokenizer
-        text = adapter.decode(tokens) if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
+        text = (
+            adapter.decode(tokens)
+            if tokenizer is None
+            else tokenizer.decode(tokens, skip_special_tokens=True)
+        )
         cuts = [place for stop in stops if (place := text.find(stop)) >= 0]
         return text[: min(cuts, default=len(text))]
 
@@ -146,16 +165,19 @@ def _in_shapes(
     batch_size: int,
     work: Callable[..., list[Answer]],
 ) -> list[Answer]:
-    """Runs ``work`` over batches of rows of one shape, and gives its answers in the order of the rows.
+    """Runs ``work`` over batches of rows of one shape, and gives its answers in the order of the
+    rows.
 
     Args:
         adapter: The model.
         path: How it runs.
         rows: Token ids.
-        shapes: The shape of each row; its last number is how many of its last tokens are fed one by one.
+        shapes: The shape of each row; its last number is how many of its last tokens are fed one by
+            one.
         steps: Most tokens that are chosen after them.
         batch_size: Most rows in a batch.
-        work: Takes the indices of a batch and the numbers of its shape, and returns an answer for each.
+        work: Takes the indices of a batch and the numbers of its shape, and returns an answer for
+            each.
     """
     answers: dict[int, Answer] = {}
 
@@ -189,7 +211,8 @@ def likelihoods(
 ) -> list[Likelihood]:
     """How likely continuations are along a path: each token's from the step that decides it.
 
-    Those that differ in their last token alone, as the letters of a multiple choice do, are answered by one run.
+    Those that differ in their last token alone, as the letters of a multiple choice do, are
+    answered by one run.
 
     Args:
         adapter: The model.
@@ -236,7 +259,9 @@ def _scored(
     fed: int,
     asked: Sequence[Tokens],
 ) -> list[list[Likelihood]]:
-    """The likelihoods of one batch: what was fed after the context, and each of the last tokens that are asked about."""
+    """The likelihoods of one batch: what was fed after the context, and each of the last tokens
+    that are asked about.
+    """
     sums = torch.zeros(len(rows), dtype=torch.float64, device=adapter.device)
     greedy = torch.ones(len(rows), dtype=torch.bool, device=adapter.device)
     with _decoded(adapter, path, rows, fed, 1, None, [""] * len(rows)) as steps:
@@ -247,9 +272,13 @@ def _scored(
             if now.number < fed:
                 sums += log_probabilities.gather(1, now.feeds[0][:, None])[:, 0]
                 greedy &= chosen == now.feeds[0]
-    totals, tops = (sums[:, None] + log_probabilities).cpu(), torch.where(greedy, chosen, -1).tolist()
+    totals, tops = (
+        (sums[:, None] + log_probabilities).cpu(),
+        torch.where(greedy, chosen, -1).tolist(),
+    )
     return [
-        [Likelihood(float(totals[row, token]), tops[row] == token) for token in tokens] for row, tokens in enumerate(asked)
+        [Likelihood(float(totals[row, token]), tops[row] == token) for token in tokens]
+        for row, tokens in enumerate(asked)
     ]
 
 
@@ -263,7 +292,8 @@ def _decoded(
     draw: Callable[[Tensor, int], Tensor] | None,
     over: Sequence[str],
 ) -> Iterator[Iterator[Step]]:
-    """Prefills rows of equal length but their last ``fed`` tokens, feeds those, and then what is chosen: every step.
+    """Prefills rows of equal length but their last ``fed`` tokens, feeds those, and then what is
+    chosen: every step.
 
     Args:
         adapter: The model.
@@ -299,4 +329,6 @@ def _decoded(
     for row, count in enumerate(counts):
         # Of a row that is over nothing is decided by what its batch goes on with.
         if not all(sound[row][:count]):
-            raise NonFiniteError(first_nonfinite(adapter, path, tokens[row, :head].tolist(), feeds[row][: count - 1]))
+            raise NonFiniteError(
+                first_nonfinite(adapter, path, tokens[row, :head].tolist(), feeds[row][: count - 1])
+            )

@@ -1,7 +1,9 @@
-"""Lists of policies that together answer one question: the source's grid, a factorial at matched variance, one place at a time.
+"""Lists of policies that together answer one question: the source's grid, a factorial at matched
+variance, one place at a time.
 
-The factorial takes apart what multiplicative noise ``kv * m`` does: it may flip signs (``m`` below 0), shift the mean (``m`` is
-not 1 on average) and change magnitudes at random. Every arm has the same mean square of ``m - 1``, so that none is larger.
+The factorial takes apart what multiplicative noise ``kv * m`` does: it may flip signs (``m`` below
+0), shift the mean (``m`` is not 1 on average) and change magnitudes at random. Every arm has the
+same mean square of ``m - 1``, so that none is larger.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def designed(name: str, base: str, rms: float, facts: ModelInfo) -> Design:
         return Design((k, v), {"K against V": {k: 1.0, v: -1.0}})
     if name == "layers":
         half = facts.layers // 2
-        early, late = (placed(base, layers=tuple(some)) for some in (range(half), range(half, facts.layers)))
+        early, late = (
+            placed(base, layers=tuple(some)) for some in (range(half), range(half, facts.layers))
+        )
         return Design((early, late), {"early against late layers": {early: 1.0, late: -1.0}})
     heads = [placed(base, heads=(head,)) for head in range(facts.kv_heads)]
     rest = -1.0 / max(len(heads) - 1, 1)
@@ -93,25 +97,30 @@ def placed(base: str, **where: object) -> str:
         )
     for name in where:
         if getattr(policy, name) != fields[name].default:
-            raise InputError(f"the base {base} has its own {name}, which the design chooses: give the base without it.")
+            raise InputError(
+                f"the base {base} has its own {name}, which the design chooses: give the base without it."
+            )
     return str(dataclasses.replace(policy, **where))
 
 
 def factorial(rms: float) -> dict[str, tuple[int, int, int]]:
-    """Multiplicative noise of one size that flips signs, shifts the mean and changes magnitudes, or not.
+    """Multiplicative noise of one size that flips signs, shifts the mean and changes magnitudes, or
+    not.
 
     Args:
         rms: The root mean square of the relative error of every arm.
 
     Returns:
-        The levels of :data:`FACTORS` by text form. Without flips and shift the largest error there is is that of
-        ``uniform(-1,1)``, 0.577; above that this arm is left out.
+        The levels of :data:`FACTORS` by text form. Without flips and shift the largest error there
+        is is that of ``uniform(-1,1)``, 0.577; above that this arm is left out.
 
     Raises:
         InputError: No arm of one factor exists at this size.
     """
     if not 0.05 <= rms < 1.4:
-        raise InputError(f"a factorial at a relative error of {rms:g} was asked for: expected 0.05 to 1.4, as in 0.577.")
+        raise InputError(
+            f"a factorial at a relative error of {rms:g} was asked for: expected 0.05 to 1.4, as in 0.577."
+        )
     half = math.sqrt(3) * rms
     # Half of the mean square is the shift's, half the spread's.
     mean, spread = rms / math.sqrt(2), half / math.sqrt(2)
@@ -121,7 +130,11 @@ def factorial(rms: float) -> dict[str, tuple[int, int, int]]:
         f"uniform({-half:.5g},{half:.5g})": (int(half > 1), 0, 1),
         f"uniform({-1 / scale:.5g},{1 / scale:.5g},preserve=magnitude+mean)": (1, 0, 0),
         f"uniform({rms:.5g},{rms:.5g})": (0, 1, 0),
-        f"uniform({-1 / (1 - 2 * share_turned):.5g},{1 / (1 - 2 * share_turned):.5g},preserve=magnitude)": (1, 1, 0),
+        f"uniform({-1 / (1 - 2 * share_turned):.5g},{1 / (1 - 2 * share_turned):.5g},preserve=magnitude)": (
+            1,
+            1,
+            0,
+        ),
         f"uniform({mean - spread:.5g},{mean + spread:.5g})": (0, 1, 1),
         f"uniform({-mean - spread:.5g},{-mean + spread:.5g})": (int(mean + spread > 1), 1, 1),
     }
@@ -134,20 +147,26 @@ def effects(arms: Mapping[str, tuple[int, int, int]]) -> dict[str, dict[str, flo
     """The weights of arms whose sum is the least-squares effect of each factor, the others held."""
     levels = np.array([(1, *levels_of_arm) for levels_of_arm in arms.values()], dtype=float)
     inverse = np.linalg.pinv(levels)
-    return {name: dict(zip(arms, inverse[1 + row], strict=True)) for row, name in enumerate(FACTORS)}
+    return {
+        name: dict(zip(arms, inverse[1 + row], strict=True)) for row, name in enumerate(FACTORS)
+    }
 
 
-# Seeds -----------------------------------------------------------------------------------------------------------------
+# Seeds --------------------------------------------------------------------------------------------
 
 
 def is_seeded(policy: Policy) -> bool:
     """Whether a policy draws random numbers."""
     parts = policy.parts if isinstance(policy, Chain) else ()
-    return any(field.name == "seed" for field in dataclasses.fields(policy)) or any(map(is_seeded, parts))
+    return any(field.name == "seed" for field in dataclasses.fields(policy)) or any(
+        map(is_seeded, parts)
+    )
 
 
 def reseeded(policy: Policy, seed: int) -> Policy:
     """The same policy with other draws; itself where it draws none."""
     if isinstance(policy, Chain):
-        return dataclasses.replace(policy, parts=tuple(reseeded(part, seed) for part in policy.parts))
+        return dataclasses.replace(
+            policy, parts=tuple(reseeded(part, seed) for part in policy.parts)
+        )
     return dataclasses.replace(policy, seed=seed) if is_seeded(policy) else policy  # type: ignore[call-arg]

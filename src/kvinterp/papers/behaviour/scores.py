@@ -1,7 +1,8 @@
-"""What a policy costs in behaviour: scores as percent of control, with intervals and tests paired by prompt.
+"""What a policy costs in behaviour: scores as percent of control, with intervals and tests paired
+by prompt.
 
-Repeats of one prompt are not independent, so each prompt is one observation: the mean over its repeats. Intervals resample
-prompts, tests turn the sign of a prompt's difference.
+Repeats of one prompt are not independent, so each prompt is one observation: the mean over its
+repeats. Intervals resample prompts, tests turn the sign of a prompt's difference.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from kvinterp import metrics
 from kvinterp.papers.behaviour.divergence import with_ends
 
 CONTROL, AGAIN = "control", "control again"
-"""No policy, and no policy with other draws of the sampling: what differs between them is the floor of every difference."""
+"""No policy, and no policy with other draws of the sampling: what differs between them is the floor
+of every difference.
+"""
 _RESAMPLES = 1000
 
 
@@ -65,7 +68,9 @@ def observed(examples: pd.DataFrame, metric: str) -> pd.DataFrame:
     """
     measure = METRICS[metric]
     chosen = examples[examples["task"].isin(measure.tasks)].dropna(subset=[measure.column])
-    scores = chosen.astype({measure.column: float}).groupby(["task", "prompt", "policy", "reading"])[measure.column]
+    scores = chosen.astype({measure.column: float}).groupby(
+        ["task", "prompt", "policy", "reading"]
+    )[measure.column]
     table = scores.mean().unstack(["policy", "reading"])
     order = dict.fromkeys(zip(chosen["policy"], chosen["reading"], strict=True))
     return table[list(order)]
@@ -75,12 +80,14 @@ def scored(examples: pd.DataFrame) -> pd.DataFrame:
     """Every policy's scores beside the control's.
 
     Args:
-        examples: As for :func:`observed`; the control's reading is that of its one run, and counts for each.
+        examples: As for :func:`observed`; the control's reading is that of its one run, and counts
+            for each.
 
     Returns:
-        One row a policy, reading and metric: value, control, percent (of control; NaN where that is 0) with percent_low and
-        percent_high, difference with its ends (of perplexity in its own unit), prompts, repeats, p (of the difference, by
-        turning signs) and q (Benjamini and Hochberg over the policies of a reading and metric).
+        One row a policy, reading and metric: value, control, percent (of control; NaN where that is
+        0) with percent_low and percent_high, difference with its ends (of perplexity in its own
+        unit), prompts, repeats, p (of the difference, by turning signs) and q (Benjamini and
+        Hochberg over the policies of a reading and metric).
     """
     rows = []
     repeats = examples.groupby(["policy", "reading"])["repeat"].nunique()
@@ -91,7 +98,12 @@ def scored(examples: pd.DataFrame) -> pd.DataFrame:
             mine, others = table[[column, control]].dropna().to_numpy().T
             if len(mine):
                 policy, reading = column
-                head = {"policy": policy, "reading": reading, "metric": metric, "repeats": repeats[column]}
+                head = {
+                    "policy": policy,
+                    "reading": reading,
+                    "metric": metric,
+                    "repeats": repeats[column],
+                }
                 rows.append(head | _compared(mine, others, measure))
     table = pd.DataFrame(rows)
     real = table["policy"] != AGAIN
@@ -100,7 +112,9 @@ def scored(examples: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def contrasted(examples: pd.DataFrame, contrasts: Mapping[str, Mapping[tuple[str, str], float]]) -> pd.DataFrame:
+def contrasted(
+    examples: pd.DataFrame, contrasts: Mapping[str, Mapping[tuple[str, str], float]]
+) -> pd.DataFrame:
     """Weighted sums of policies' scores, prompt by prompt.
 
     Args:
@@ -108,7 +122,8 @@ def contrasted(examples: pd.DataFrame, contrasts: Mapping[str, Mapping[tuple[str
         contrasts: By name the weights of policies and readings.
 
     Returns:
-        One row a contrast and metric: difference (of perplexity that of its logarithm) with low, high, p and prompts.
+        One row a contrast and metric: difference (of perplexity that of its logarithm) with low,
+            high, p and prompts.
     """
     rows = []
     for metric in METRICS:
@@ -121,7 +136,9 @@ def contrasted(examples: pd.DataFrame, contrasts: Mapping[str, Mapping[tuple[str
             if len(differing):
                 ends, p = _interval(np.mean, differing), metrics.sign_flips(differing).p
                 rows.append((name, metric, differing.mean(), *ends, p, len(differing)))
-    return pd.DataFrame(rows, columns=["contrast", "metric", "difference", "low", "high", "p", "prompts"])
+    return pd.DataFrame(
+        rows, columns=["contrast", "metric", "difference", "low", "high", "p", "prompts"]
+    )
 
 
 def _compared(mine: np.ndarray, control: np.ndarray, measure: Measure) -> dict[str, Any]:
@@ -132,7 +149,9 @@ def _compared(mine: np.ndarray, control: np.ndarray, measure: Measure) -> dict[s
         return measure.told(a.mean()) - measure.told(b.mean())
 
     value, of_control = (measure.told(scores.mean()) for scores in (mine, control))
-    percent = (ratio(mine, control), *_interval(ratio, mine, control)) if of_control else (np.nan,) * 3
+    percent = (
+        (ratio(mine, control), *_interval(ratio, mine, control)) if of_control else (np.nan,) * 3
+    )
     return {
         "value": value,
         "control": of_control,
@@ -146,4 +165,6 @@ def _compared(mine: np.ndarray, control: np.ndarray, measure: Measure) -> dict[s
 
 def _interval(statistic: Callable[..., Any], *columns: np.ndarray) -> metrics.Interval:
     """Over prompts, which are resampled."""
-    return metrics.clustered_interval(statistic, np.arange(len(columns[0])), *columns, resamples=_RESAMPLES)
+    return metrics.clustered_interval(
+        statistic, np.arange(len(columns[0])), *columns, resamples=_RESAMPLES
+    )

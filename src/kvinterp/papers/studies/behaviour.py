@@ -1,10 +1,12 @@
-"""Measure whether cached decoding writes what recomputing the prefix writes: how often and when they differ, and by how much.
+"""Measure whether cached decoding writes what recomputing the prefix writes: how often and when
+they differ, and by how much.
 
-This is the FP16 paper's behavioural characterisation (arXiv 2604.15409, sections 5.2 and 6.1), with controls. Every
-decode runs in the matched protocol: both paths get the same tokens, so any difference is arithmetic. Up to the first
-flipped token the paper's free protocol, where each path gets its own tokens, gives the same bits, so only decodes that
-flip run free as well. Greedy decoding draws nothing and runs once, however many seeds there are. Two nulls stand beside
-each result.
+This is the FP16 paper's behavioural characterisation (arXiv 2604.15409, sections 5.2 and 6.1), with
+controls. Every
+decode runs in the matched protocol: both paths get the same tokens, so any difference is
+arithmetic. Up to the first flipped token the paper's free protocol, where each path gets its own
+tokens, gives the same bits, so only decodes that flip run free as well. Greedy decoding draws
+nothing and runs once, however many seeds there are. Two nulls stand beside each result.
 """
 
 from __future__ import annotations
@@ -85,17 +87,27 @@ class Behaviour(OfModels):
     )
     kernels: str = option("native", "Kernels for both paths, such as split_k(8,float16).")
     controls: int = option(8, "How many examples to run the nulls on.", min=0)
-    block: int = option(10, "How many examples make one piece of work, which a restarted run does not repeat.", min=1)
-    batch_size: int = option(1, "The most prompts in one batch. Batching is used only where it gives the same bits.", min=1)
+    block: int = option(
+        10,
+        "How many examples make one piece of work, which a restarted run does not repeat.",
+        min=1,
+    )
+    batch_size: int = option(
+        1,
+        "The most prompts in one batch. Batching is used only where it gives the same bits.",
+        min=1,
+    )
 
     def chosen_strategies(self) -> list[str]:
         """The strategies in their text forms, each once."""
         return list(dict.fromkeys(str(strategy_named(text)) for text in self.strategies))
 
-    # What is run ---------------------------------------------------------------------------------------------------------
+    # What is run ----------------------------------------------------------------------------------
 
     def cells(self) -> list[Cell]:
-        """A cell a model, block of examples, strategy and seed; those of the controls behind them."""
+        """A cell a model, block of examples, strategy and seed; those of the controls behind
+        them.
+        """
         cells, strategies = [], self.chosen_strategies()
         for place, model, adapter in self.numbered_models():
             tried(adapter, paths_of(self.kernels))
@@ -106,16 +118,21 @@ class Behaviour(OfModels):
                 for turn, strategy in enumerate(strategies):
                     for seed in range(1 if strategy == "greedy" else self.seeds):
                         cells.append(Cell(f"{key}-{block}-{turn}-{seed}", self.decoded, settings))
-            for (turn, strategy), null in itertools.product(enumerate(strategies), NULLS if self.controls else ()):
+            for (turn, strategy), null in itertools.product(
+                enumerate(strategies), NULLS if self.controls else ()
+            ):
                 settings = {"model": model, "strategy": strategy, "null": null}
                 cells.append(Cell(f"{key}-null-{turn}-{null.split()[0]}", self.null_of, settings))
         return cells
 
-    def decoded(self, keys: Sequence[str], keep: Callable[..., None], model: str, first: int, most: int) -> None:
-        """The decodes of a block of examples, under each strategy and seed that a key names; kept when all are finished.
+    def decoded(
+        self, keys: Sequence[str], keep: Callable[..., None], model: str, first: int, most: int
+    ) -> None:
+        """The decodes of a block of examples, under each strategy and seed that a key names; kept
+        when all are finished.
 
-        Without batches the strategies of an example go one after the other, and steps whose text two of them share are computed
-        once.
+        Without batches the strategies of an example go one after the other, and steps whose text
+        two of them share are computed once.
         """
         adapter, strategies = self.adapter(model), self.chosen_strategies()
         prompts = list(enumerate(load_prompts(self.prompts)))[first : first + most]
@@ -125,26 +142,50 @@ class Behaviour(OfModels):
         with own_threads(adapter):
             for block in each(blocks, what, "part"):
                 lane = Memory().lane if self.batch_size == 1 else Runner
-                options = self.choices("kernels", "max_new_tokens", "stop", "batch_size") | {"lanes": (lane, lane)}
+                options = self.choices("kernels", "max_new_tokens", "stop", "batch_size") | {
+                    "lanes": (lane, lane)
+                }
                 for key in keys:
                     turn, seed = map(int, key.split("-")[-2:])
-                    tables[key].append(decodes_of(adapter, dict(block), strategies[turn], seed, **options))
+                    tables[key].append(
+                        decodes_of(adapter, dict(block), strategies[turn], seed, **options)
+                    )
         for key, parts in tables.items():
-            keep(key, {name: table.assign(model=adapter.facts.name) for name, table in stacked(parts).items()})
+            keep(
+                key,
+                {
+                    name: table.assign(model=adapter.facts.name)
+                    for name, table in stacked(parts).items()
+                },
+            )
 
     def null_of(self, model: str, strategy: str, null: str) -> pd.DataFrame:
-        """How far a path is from itself: run twice, or of the recompute path with more tokens behind the prefix."""
+        """How far a path is from itself: run twice, or of the recompute path with more tokens
+        behind the prefix.
+        """
         adapter, (a, b) = self.adapter(model), paths_of(self.kernels)
-        paths, lanes = ((a, a), (Runner, Runner)) if null == NULLS[0] else ((b, b), (Runner, Suffixed))
+        paths, lanes = (
+            ((a, a), (Runner, Runner)) if null == NULLS[0] else ((b, b), (Runner, Suffixed))
+        )
         options = self.choices("max_new_tokens", "stop") | {"lanes": lanes, "strategy": strategy}
-        comparison = compare_examples(adapter, load_prompts(self.prompts)[: self.controls], *paths, **options)
+        comparison = compare_examples(
+            adapter, load_prompts(self.prompts)[: self.controls], *paths, **options
+        )
         steps = comparison.steps
         largest = steps["max_abs_logit"]
         counts = len(steps), (largest > 0).sum(), steps["flipped"].sum()
-        row = strategy, null, *counts, largest.max(), steps["kl"].mean(), len(comparison.examples), adapter.facts.name
+        row = (
+            strategy,
+            null,
+            *counts,
+            largest.max(),
+            steps["kl"].mean(),
+            len(comparison.examples),
+            adapter.facts.name,
+        )
         return pd.DataFrame([row], columns=_NULL)
 
-    # What it comes to ----------------------------------------------------------------------------------------------------
+    # What it comes to -----------------------------------------------------------------------------
 
     def tables(self, parts: Parts) -> Tables:
         """What the decodes say, and the controls."""
@@ -153,7 +194,7 @@ class Behaviour(OfModels):
         tables["nulls"] = joined(parts, "-null-").get("table", pd.DataFrame(columns=_NULL))
         return tables | {name: decodes[name] for name in ("flip_steps", "flip_tokens", "failures")}
 
-    # What was found ----------------------------------------------------------------------------------------------------
+    # What was found -------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
         """How many decodes flip a token, and how far apart the paths are until then."""
@@ -171,7 +212,9 @@ class Behaviour(OfModels):
         tables = result.tables
         of_row = functools.partial(finding_from, by=("model", "strategy"), unit="examples")
         share = functools.partial(of_row, measure="%")
-        free = only(tables["divergence"], protocol="free").set_index(["model", "strategy"], drop=False)
+        free = only(tables["divergence"], protocol="free").set_index(
+            ["model", "strategy"], drop=False
+        )
         for row in only(tables["divergence"], protocol="matched").to_dict("records"):
             apart = free.loc[row["model"], row["strategy"]]
             beyond = (
@@ -182,7 +225,10 @@ class Behaviour(OfModels):
                 yield of_row(side, f"median KL of an example, {side['protocol']}", "typical_kl", measure="nats",
                              note=f"mean {number(side['mean_kl'])}{note}")  # fmt: skip
             yield share(
-                row, "decodes in which a token flips", "rate", note=f"{row['diverged']} of {row['decodes']} decodes"
+                row,
+                "decodes in which a token flips",
+                "rate",
+                note=f"{row['diverged']} of {row['decodes']} decodes",
             )
             yield share(row, "steps at risk that flip", "flip_rate")
             yield of_row(row, "largest difference of a logit, fed the same", "max_abs_logit", ends=UNKNOWN,
@@ -200,14 +246,26 @@ class Behaviour(OfModels):
     def charts(self, result: Result) -> Charts:
         """KL of every step, how long decodes stay the same, and the answers of both paths."""
         tables, made = result.tables, next(iter(result.summary["provenance"].values()))
-        notes = [f"kernels {made['kernels']}", f"{made['max_new_tokens']} tokens at most", f"until {made['stop']}"]
-        panel = functools.partial(Panel, x="step", color="strategy", facet="model", xlabel="decode step", ends="band")
+        notes = [
+            f"kernels {made['kernels']}",
+            f"{made['max_new_tokens']} tokens at most",
+            f"until {made['stop']}",
+        ]
+        panel = functools.partial(
+            Panel, x="step", color="strategy", facet="model", xlabel="decode step", ends="band"
+        )
         table = ends_of(tables["survival"], "survival")
         # Before the first flip all survive.
-        begin = table.groupby(["model", "strategy"], sort=False).head(1).assign(step=0, survival=1.0, low=1.0, high=1.0)
+        begin = (
+            table.groupby(["model", "strategy"], sort=False)
+            .head(1)
+            .assign(step=0, survival=1.0, low=1.0, high=1.0)
+        )
         label = "share of decodes\nwithout a flipped token"
         accuracy = tables["accuracy"]
-        accuracy = accuracy.assign(line=accuracy["model"].str.removeprefix("zoo:") + ", " + accuracy["strategy"])
+        accuracy = accuracy.assign(
+            line=accuracy["model"].str.removeprefix("zoo:") + ", " + accuracy["strategy"]
+        )
         right = accuracy.melt("line", ["accuracy_a", "accuracy_b"], "path", "right")
         return {
             "behaviour_kl_by_step": Chart("How far apart the two paths are at every step", [
@@ -232,16 +290,32 @@ class Behaviour(OfModels):
         return changes(flipped_decodes(result.tables, paths_of(self.kernels)))
 
 
-_NULL = ("strategy", "null", "steps", "differing_steps", "flips", "max_abs_logit", "mean_kl", "n", "model")
+_NULL = (
+    "strategy",
+    "null",
+    "steps",
+    "differing_steps",
+    "flips",
+    "max_abs_logit",
+    "mean_kl",
+    "n",
+    "model",
+)
 
 
 def flipped_decodes(tables: Tables, paths: tuple[str, str]) -> dict[str, Comparison]:
-    """The decodes that flip, each path on its own text, as comparisons without activations: one a model, strategy and seed."""
+    """The decodes that flip, each path on its own text, as comparisons without activations: one a
+    model, strategy and seed.
+    """
     comparisons = {}
     empty = {name: pd.DataFrame(columns=COLUMNS.get(name, ())) for name in PARTS}
     for label, steps in conditions(tables["flip_steps"], "model", "strategy", "seed"):
         examples = only(tables["decodes"], protocol="free", diverged=True, **label)
-        parts = {"steps": steps, "examples": examples, "tokens": only(tables["flip_tokens"], **label)}
+        parts = {
+            "steps": steps,
+            "examples": examples,
+            "tokens": only(tables["flip_tokens"], **label),
+        }
         strategy, sides = label["strategy"], dict(zip("ab", paths, strict=True))
         about = {"paths": sides, "protocol": "free", "strategy": strategy, "derived": []}
         name = f"{label['model'].removeprefix('zoo:')}, {strategy}, seed {label['seed']}"
@@ -252,10 +326,12 @@ def flipped_decodes(tables: Tables, paths: tuple[str, str]) -> dict[str, Compari
 def failures_of(result: Result) -> list[str]:
     """How many decodes gave NaN or Inf, where some did."""
     failed = len(result.tables["failures"])
-    return [f"{counted(failed, 'decode')} gave NaN or Inf and stand apart, in failures."] * bool(failed)
+    return [f"{counted(failed, 'decode')} gave NaN or Inf and stand apart, in failures."] * bool(
+        failed
+    )
 
 
-# Decodes ---------------------------------------------------------------------------------------------------------------
+# Decodes ------------------------------------------------------------------------------------------
 
 
 def decodes_of(
@@ -274,24 +350,30 @@ def decodes_of(
         strategy: How tokens are chosen.
         seed: Seeds what is drawn.
         kernels: Those of both paths.
-        options: ``max_new_tokens``, ``stop`` and ``batch_size``, as :func:`kvinterp.compare` takes them, and ``lanes``; those of
-            one :class:`kvinterp.paths.lanes.Memory` compute once what decodes of these prompts share.
+        options: ``max_new_tokens``, ``stop`` and ``batch_size``, as :func:`kvinterp.compare` takes
+            them, and ``lanes``; those of one :class:`kvinterp.paths.lanes.Memory` compute once what
+            decodes of these prompts share.
 
     Returns:
-        ``decodes``, a row an example and protocol: id, prompt_tokens, steps, flip_index (NaN: none), diverged, mean_kl,
-        mean_kl_before_flip (with the flip's own step), mean_kl_after_flip, mean_js, max_kl, max_abs_logit (over the steps at
-        which both were fed the same), kl_bound (half its square, which no mean over those steps exceeds), smallest_margin,
-        margin_at_flip (of the cached path's two largest logits), correct_a, correct_b (NA where no answer is known), text_a,
-        text_b. In the matched protocol the second path writes no text of its own: correct_b is NA. ``steps``: those matched
-        and, of decodes that flip, those free. ``flip_steps`` and ``flip_tokens``: of the latter every step and token, as
-        :class:`kvinterp.comparison.Comparison` has them. ``failures``: what gave NaN or Inf.
+        ``decodes``, a row an example and protocol: id, prompt_tokens, steps, flip_index (NaN:
+        none), diverged, mean_kl, mean_kl_before_flip (with the flip's own step),
+        mean_kl_after_flip, mean_js, max_kl, max_abs_logit (over the steps at which both were fed
+        the same), kl_bound (half its square, which no mean over those steps exceeds),
+        smallest_margin, margin_at_flip (of the cached path's two largest logits), correct_a,
+        correct_b (NA where no answer is known), text_a, text_b. In the matched protocol the second
+        path writes no text of its own: correct_b is NA. ``steps``: those matched and, of decodes
+            that flip, those free. ``flip_steps`` and ``flip_tokens``: of the latter every step and
+            token, as :class:`kvinterp.comparison.Comparison` has them. ``failures``: what gave NaN
+            or Inf.
     """
     a, b = paths_of(kernels)
     options |= {"strategy": strategy, "seed": seed}
 
     def ran(numbers: Sequence[int], first: str, second: str, **extra: Any) -> Comparison:
         chosen = [prompts[number] for number in numbers]
-        return compare_examples(adapter, chosen, first, second, examples=numbers, **options, **extra)
+        return compare_examples(
+            adapter, chosen, first, second, examples=numbers, **options, **extra
+        )
 
     matched = ran(list(prompts), a, b)
     comparisons = {"matched": matched}
@@ -309,20 +391,38 @@ def decodes_of(
 
 
 def _tables(
-    comparisons: Mapping[str, Comparison], prompts: Mapping[int, Prompt], written: pd.DataFrame, end: str
+    comparisons: Mapping[str, Comparison],
+    prompts: Mapping[int, Prompt],
+    written: pd.DataFrame,
+    end: str,
 ) -> Tables:
     matched, *flipping = (_rows(comparison) for comparison in comparisons.values())
     free = pd.concat([*flipping, matched[matched["flip_index"].isna()]]).sort_values("example")
     free = free.drop(columns=["text_a", "text_b"], errors="ignore").merge(written, on="example")
-    decodes = pd.concat([matched.assign(protocol="matched"), free.assign(protocol="free")], ignore_index=True)
+    decodes = pd.concat(
+        [matched.assign(protocol="matched"), free.assign(protocol="free")], ignore_index=True
+    )
     for side in ("a", "b"):
-        # What stands behind the end of the text, where it was decoded to a length, is no part of the answer.
+        # What stands behind the end of the text, where it was decoded to a length, is no part of
+        # the answer.
         texts = [text.partition(end)[0] if end else text for text in decodes[f"text_{side}"]]
-        right = [judged(prompts[example], text) for example, text in zip(decodes["example"], texts, strict=True)]
+        right = [
+            judged(prompts[example], text)
+            for example, text in zip(decodes["example"], texts, strict=True)
+        ]
         decodes[f"correct_{side}"] = pd.array(right, dtype="boolean")
     # In the matched protocol the second path writes no text of its own.
     decodes.loc[decodes["protocol"] == "matched", "correct_b"] = pd.NA
-    columns = ["example", "step", "kl", "max_abs_logit", "rms_logit", "margin_a", "flipped", "after_flip"]
+    columns = [
+        "example",
+        "step",
+        "kl",
+        "max_abs_logit",
+        "rms_logit",
+        "margin_a",
+        "flipped",
+        "after_flip",
+    ]
     both = stacked(
         {
             "steps": comparison.steps[columns].assign(protocol=protocol),
@@ -332,7 +432,12 @@ def _tables(
     )
     *_, last = comparisons.values()
     some = slice(None if flipping else 0)
-    return {"decodes": decodes, **both, "flip_steps": last.steps.iloc[some], "flip_tokens": last.tokens.iloc[some]}
+    return {
+        "decodes": decodes,
+        **both,
+        "flip_steps": last.steps.iloc[some],
+        "flip_tokens": last.tokens.iloc[some],
+    }
 
 
 def _rows(comparison: Comparison) -> pd.DataFrame:
@@ -341,5 +446,11 @@ def _rows(comparison: Comparison) -> pd.DataFrame:
     first = steps[steps["flipped"] & ~steps["after_flip"]].set_index("example")
     rows = comparison.examples.drop(columns=["token_divergence"]).set_index("example")
     largest = together.groupby("example")["max_abs_logit"].max()
-    measures = {"mean_js": steps.groupby("example")["js"].mean(), "max_abs_logit": largest, "kl_bound": largest**2 / 2}
-    return rows.assign(diverged=rows["flip_index"].notna(), margin_at_flip=first["margin_a"], **measures).reset_index()
+    measures = {
+        "mean_js": steps.groupby("example")["js"].mean(),
+        "max_abs_logit": largest,
+        "kl_bound": largest**2 / 2,
+    }
+    return rows.assign(
+        diverged=rows["flip_index"].notna(), margin_at_flip=first["margin_a"], **measures
+    ).reset_index()

@@ -1,7 +1,8 @@
 """Play the telephone game: restate a text again and again, with and without a policy on the cache.
 
-Each output is the next input. The null is the same precision with other seeds, so the effect of a policy is compared with
-the effect of another random draw. Chains of one text and seed draw the same random numbers under every policy.
+Each output is the next input. The null is the same precision with other seeds, so the effect of a
+policy is compared with the effect of another random draw. Chains of one text and seed draw the same
+random numbers under every policy.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ from kvinterp.policies.base import Chain as Several
 from kvinterp.policies.base import Selective
 
 CONTROL, NULL = "cached", "cached, other seeds"
-_WITH_POLICY = (lambda asked: bool(asked.policies), "no policy was given; give one with --policy, or leave it out")
+_WITH_POLICY = (
+    lambda asked: bool(asked.policies),
+    "no policy was given; give one with --policy, or leave it out",
+)
 
 
 class Chain(Experiment):
@@ -70,9 +74,13 @@ class Chain(Experiment):
 
     SUMMED = ("deltas", "cycles", "attractors")
 
-    models: tuple[str, ...] = argument(("zoo:gqa2-mini",), "zoo:NAME, checkpoint folders, GGUF files or hub ids.")
+    models: tuple[str, ...] = argument(
+        ("zoo:gqa2-mini",), "zoo:NAME, checkpoint folders, GGUF files or hub ids."
+    )
     policies: tuple[str, ...] = option(
-        ("int8", "int4"), "A policy for K and V, such as int8; may be given several times.", flag="--policy"
+        ("int8", "int4"),
+        "A policy for K and V, such as int8; may be given several times.",
+        flag="--policy",
     )
     on: str = option(
         "kv,k,v",
@@ -90,21 +98,33 @@ class Chain(Experiment):
     texts: str = option(
         "restate:6",
         "Texts to begin with: restate:N, or a .txt or .jsonl file.",
-        only=(lambda asked: asked.text is None, "one text was given in their place; leave one of the two out"),
+        only=(
+            lambda asked: asked.text is None,
+            "one text was given in their place; leave one of the two out",
+        ),
     )
     text: str | None = option(None, "One text to begin with, instead of --texts.")
-    template: str = option("Text: {text}\nIn other words:", "The request; {text} stands for the text.")
+    template: str = option(
+        "Text: {text}\nIn other words:", "The request; {text} stands for the text."
+    )
     system: str | None = option(None, "A system message before the request.")
     chat: str = option(
-        "none", "Wrap the request in the tokenizer's chat template: 'template' or 'none'.", among=("none", "template")
+        "none",
+        "Wrap the request in the tokenizer's chat template: 'template' or 'none'.",
+        among=("none", "template"),
     )
     hops: int = option(30, "How many times each text is restated.", min=1)
-    temperatures: str = option("0.7,0", "Sampling temperatures, with commas. At 0 each text has one chain.")
+    temperatures: str = option(
+        "0.7,0", "Sampling temperatures, with commas. At 0 each text has one chain."
+    )
     seeds: int = option(
         4,
         "How many chains to run per text.",
         min=2,
-        only=(lambda asked: any(asked.drawn_at()), "at temperature 0 nothing is drawn; add another, or leave it out"),
+        only=(
+            lambda asked: any(asked.drawn_at()),
+            "at temperature 0 nothing is drawn; add another, or leave it out",
+        ),
     )
     max_new_tokens: int = option(64, "The most tokens in one restatement.", min=1)
     embedder: str = option(
@@ -113,7 +133,10 @@ class Chain(Experiment):
         "a sentence-transformers model by name or folder, such as real:all-minilm-l6-v2.",
     )
     batch_size: int = option(
-        1, "The most chains in one batch. Batching is used only where it gives the same bits.", decides="nothing", min=1
+        1,
+        "The most chains in one batch. Batching is used only where it gives the same bits.",
+        decides="nothing",
+        min=1,
     )
     kind: str = shared("kind")
     dtype: str = shared("dtype")
@@ -121,7 +144,9 @@ class Chain(Experiment):
     attention: str | None = shared("attention")
 
     def arms(self) -> dict[str, str]:
-        """The paths by the names of their arms: no policy, the same with other seeds, and each policy on each tensor."""
+        """The paths by the names of their arms: no policy, the same with other seeds, and each
+        policy on each tensor.
+        """
         parts = [part.strip() for part in self.on.split(",")]
         for text in self.policies:
             tensors = getattr(policy_named(text), "on", "kv")
@@ -130,7 +155,11 @@ class Chain(Experiment):
                     f"policy {text} is on {tensors.upper()} alone, and --on {self.on} leaves it out: add {tensors} to --on."
                 )
         policies = [_on(policy_named(text), part) for text in self.policies for part in parts]
-        return {CONTROL: "cached", NULL: "cached", **{str(one): str(Cached(one, prefill=self.prefill)) for one in policies}}
+        return {
+            CONTROL: "cached",
+            NULL: "cached",
+            **{str(one): str(Cached(one, prefill=self.prefill)) for one in policies},
+        }
 
     def cells(self) -> list[Cell]:
         """A cell a model, arm, temperature and text."""
@@ -141,18 +170,35 @@ class Chain(Experiment):
             tokens_of(adapter, self.template, self.chat, self.system)
             tried(adapter, arms.values())
         cells = list[Cell]()
-        for model, (arm, path), temperature in itertools.product(dict.fromkeys(self.models), arms.items(), temperatures):
+        for model, (arm, path), temperature in itertools.product(
+            dict.fromkeys(self.models), arms.items(), temperatures
+        ):
             if arm == NULL and not temperature:
                 continue  # Nothing is drawn.
             count = self.seeds if temperature else 1
             seeds = [seed + (count if arm == NULL else 0) for seed in range(count)]
-            settings = {"model": model, "arm": arm, "path": path, "temperature": temperature, "seeds": seeds}
+            settings = {
+                "model": model,
+                "arm": arm,
+                "path": path,
+                "temperature": temperature,
+                "seeds": seeds,
+            }
             for place in range(len(texts)):
-                cells.append(Cell(f"chain-{len(cells)}", self.measured, {**settings, "number": place}))
+                cells.append(
+                    Cell(f"chain-{len(cells)}", self.measured, {**settings, "number": place})
+                )
         return cells
 
     def measured(
-        self, model: str, arm: str, path: str, temperature: float, number: int, seeds: Sequence[int], progress: str = "none"
+        self,
+        model: str,
+        arm: str,
+        path: str,
+        temperature: float,
+        number: int,
+        seeds: Sequence[int],
+        progress: str = "none",
     ) -> dict[str, pd.DataFrame]:
         """The chains of one text."""
         adapter, text = self.adapter(model), self._texts()[number]
@@ -160,7 +206,9 @@ class Chain(Experiment):
         ask = tokens_of(adapter, self.template, self.chat, self.system)
         options = self.choices("max_new_tokens", "batch_size") | {"temperature": temperature}
         with counting(self.hops * len(seeds), arm, "hop", progress) as bar:
-            chains = played(adapter, path, text.text, number, seeds, self.hops, ask, **options, done=bar.update)
+            chains = played(
+                adapter, path, text.text, number, seeds, self.hops, ask, **options, done=bar.update
+            )
         rows = [
             {
                 "model": adapter.facts.name, "arm": arm, "temperature": temperature, "text": number, "seed": seed, "hop": hop,
@@ -192,7 +240,7 @@ class Chain(Experiment):
         chosen = self.choices("hops", "seeds", "embedder")
         return {**super().summary(tables), **chosen, "control": CONTROL, "null": NULL}
 
-    # What was found ----------------------------------------------------------------------------------------------------
+    # What was found -------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
         """The arm that ends farthest from no policy, beside what other seeds alone change."""
@@ -202,29 +250,43 @@ class Chain(Experiment):
         measured_by = f"{counted(result.summary['hops'], 'hop')}, {texts}, {similarity_named(result.summary['embedder'])}"
         if arms.empty:
             ends = between(only(deltas, arm=CONTROL)["similarity"])
-            return [f"Without a policy, chains end at a similarity of {ends} to the first text ({measured_by})."]
+            return [
+                f"Without a policy, chains end at a similarity of {ends} to the first text ({measured_by})."
+            ]
         row = arms.loc[arms["delta"].abs().idxmax()]
         if not (arms["same_text"] < arms["chains"]).any():
             return [f"No policy changes a last text, to the letter ({measured_by})."]
         null = only(deltas, arm=NULL, model=row["model"], temperature=row["temperature"])
-        alone = f", where other seeds alone change it by {number(null['delta'].iloc[0])}" if len(null) else ""
+        alone = (
+            f", where other seeds alone change it by {number(null['delta'].iloc[0])}"
+            if len(null)
+            else ""
+        )
         return [
             f"{row['arm']} changes the last similarity to the first text most, by {number(row['delta'])} on {row['model']} at "
             f"temperature {row['temperature']:g}{alone} ({measured_by})."
         ]
 
     def rows(self, result: Result) -> Rows:
-        """Where the chains of each arm end beside those without a policy, which come back to a text, what draws their lengths."""
+        """Where the chains of each arm end beside those without a policy, which come back to a
+        text, what draws their lengths.
+        """
         at, tables = ("model", "temperature"), result.tables
         of_arm = functools.partial(finding_from, by=(*at, "arm"), unit="texts")
         texts = tables["chains"].groupby("model")["text"].nunique()
-        for row in tables["deltas"].assign(n=tables["deltas"]["model"].map(texts)).to_dict("records"):
+        for row in (
+            tables["deltas"].assign(n=tables["deltas"]["model"].map(texts)).to_dict("records")
+        ):
             if row["arm"] == CONTROL:
                 half = f"{row['halved']} of {counted(row['chains'], 'chain')} fall to a half"
-                yield of_arm(row, "similarity of the last text to the first", "similarity", note=half)
+                yield of_arm(
+                    row, "similarity of the last text to the first", "similarity", note=half
+                )
                 yield of_arm(row, "facts kept", "facts", measure="%")
                 continue
-            counts = "{better} better, {worse} worse, {same_text} with the same last text, of {chains}".format(**row)
+            counts = "{better} better, {worse} worse, {same_text} with the same last text, of {chains}".format(
+                **row
+            )
             yield of_arm(row, "last similarity, less that without a policy", "delta", null=0,
                          verdict="every last text is the same, to the letter" * (row["same_text"] == row["chains"]),
                          note="the null: only the seeds differ" if row["arm"] == NULL else counts)  # fmt: skip
@@ -233,17 +295,26 @@ class Chain(Experiment):
             fixed = f"{(group['period'] == 1).sum()} of them to a fixed point" * bool(again.any())
             yield finding("chains that come back to a text, to the letter", again.mean(), n=len(group), unit="chains",
                           measure="%", note=fixed, **labels)  # fmt: skip
-        pulls = only(tables["attractors"], arm=CONTROL, of="words").dropna(subset=["strength", "position"])
+        pulls = only(tables["attractors"], arm=CONTROL, of="words").dropna(
+            subset=["strength", "position"]
+        )
         for row in pulls[pulls["strength"].between(0, 2, inclusive="neither")].to_dict("records"):
             yield finding_from(row, f"pull to {number(row['position'])} words (1: in one hop)", "strength", at, n=row["pairs"],
                                unit="hops", note="successive hops taken as independent")  # fmt: skip
 
     def charts(self, result: Result) -> Charts:
-        """Similarity by hop, the final difference of every arm beside no policy, and a map of them."""
+        """Similarity by hop, the final difference of every arm beside no policy, and a map of
+        them.
+        """
         notes = [similarity_named(result.summary["embedder"])]
         curves, deltas = (
-            ends_of(table, column).assign(place=table["model"] + ", temperature " + table["temperature"].map("{:g}".format))
-            for table, column in ((result.tables["curves"], "similarity"), (result.tables["deltas"], "delta"))
+            ends_of(table, column).assign(
+                place=table["model"] + ", temperature " + table["temperature"].map("{:g}".format)
+            )
+            for table, column in (
+                (result.tables["curves"], "similarity"),
+                (result.tables["deltas"], "delta"),
+            )
         )
         deltas = deltas[deltas["arm"] != CONTROL].assign(what="a policy")
         deltas.loc[deltas["arm"] == NULL, "what"] = "other seeds, the null"
@@ -266,19 +337,25 @@ class Chain(Experiment):
         """Template, temperatures, texts and policies too."""
         super().check()
         if TEXT not in self.template:
-            raise InputError(f"--template {self.template!r} takes no text: write {TEXT} where it goes.")
+            raise InputError(
+                f"--template {self.template!r} takes no text: write {TEXT} where it goes."
+            )
         check_embedder(self.embedder)
         self.drawn_at(), self._texts(), self.arms()
 
     def _texts(self) -> list[Prompt]:
-        return [_bare(text) for text in load_prompts(self.texts if self.text is None else [self.text])]
+        return [
+            _bare(text) for text in load_prompts(self.texts if self.text is None else [self.text])
+        ]
 
     def drawn_at(self) -> list[float]:
         """The temperatures, each once."""
         try:
             temperatures = [float(part) for part in self.temperatures.split(",")]
         except ValueError as error:
-            raise InputError(f"--temperatures {self.temperatures!r}: expected numbers with commas, as in 0.7,0.") from error
+            raise InputError(
+                f"--temperatures {self.temperatures!r}: expected numbers with commas, as in 0.7,0."
+            ) from error
         for temperature in filter(None, temperatures):
             TopP(1.0, temperature)
         return list(dict.fromkeys(temperatures))

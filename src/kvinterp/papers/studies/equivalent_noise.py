@@ -1,4 +1,6 @@
-"""Measure the error of every policy on a model's real keys and values, and the noise it is equivalent to."""
+"""Measure the error of every policy on a model's real keys and values, and the noise it is
+equivalent to.
+"""
 
 from __future__ import annotations
 
@@ -44,19 +46,38 @@ from kvinterp.policies.size import bits_at
 
 POLICIES = (
     *("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "hadamard+q8_0", "hadamard+q4_0", "int8", "int4"),
-    *("kivi(bits=4,residual=32)", "kivi(bits=2,residual=32)", "fp8(format=e4m3)", "fp8(format=e5m2)", "truncate(4)"),
-    *("uniform(-1,1)", "uniform(-1.5,1.5)", "uniform(0,2)", "uniform(-2,2)", "normal(0,0.25)", "normal(0,0.5)"),
+    *(
+        "kivi(bits=4,residual=32)",
+        "kivi(bits=2,residual=32)",
+        "fp8(format=e4m3)",
+        "fp8(format=e5m2)",
+        "truncate(4)",
+    ),
+    *(
+        "uniform(-1,1)",
+        "uniform(-1.5,1.5)",
+        "uniform(0,2)",
+        "uniform(-2,2)",
+        "normal(0,0.25)",
+        "normal(0,0.5)",
+    ),
 )
-"""What is asked about unless policies are given: formats, and the noise of the study of errors in the KV cache."""
+"""What is asked about unless policies are given: formats, and the noise of the study of errors in
+the KV cache.
+"""
 PLACE = ("layer", "tensor", "kv_head")
 _WHOLE = ["policy", "tensor"]
 """Those of one policy on K, or on V, in all layers and heads."""
 
 
 class EquivalentNoise(OfModel):
-    """How large, how skewed and how heavy-tailed is the error of a policy on real K and V, and at how many bits?"""
+    """How large, how skewed and how heavy-tailed is the error of a policy on real K and V, and at
+    how many bits?
+    """
 
-    model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
+    model: str = argument(
+        "zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id."
+    )
     policies: tuple[str, ...] = option(
         POLICIES,
         "A policy, such as q8_0 or normal(0,0.25); may be given several times.",
@@ -65,7 +86,9 @@ class EquivalentNoise(OfModel):
     )
     prompts: str = shared("prompts")
     max_new_tokens: int = option(
-        32, "How many tokens to decode after each prompt; their K and V are written one at a time.", min=1
+        32,
+        "How many tokens to decode after each prompt; their K and V are written one at a time.",
+        min=1,
     )
 
     def cells(self) -> list[Cell]:
@@ -73,14 +96,21 @@ class EquivalentNoise(OfModel):
         policies = {str(policy): policy for policy in map(policy_named, self.policies)}
         for policy in policies.values():
             policy.start(self.adapter().facts)
-        return [Cell(f"policy-{number}", self.measured, {"policy": text}) for number, text in enumerate(policies)]
+        return [
+            Cell(f"policy-{number}", self.measured, {"policy": text})
+            for number, text in enumerate(policies)
+        ]
 
     def measured(self, policy: str) -> pd.DataFrame:
         """The sums of one policy, prompt by prompt."""
-        return error_of_policy(self.adapter(), load_prompts(self.prompts), policy_named(policy), self.max_new_tokens)
+        return error_of_policy(
+            self.adapter(), load_prompts(self.prompts), policy_named(policy), self.max_new_tokens
+        )
 
     def reduce(self, parts: Parts) -> Result:
-        """By policy, layer, tensor and head over all prompts; the summary has each policy's K and V as a whole."""
+        """By policy, layer, tensor and head over all prompts; the summary has each policy's K and V
+        as a whole.
+        """
         by_prompt = joined(parts)["table"]
         table, wholes = pooled(by_prompt, ["policy", *PLACE]), pooled(by_prompt, _WHOLE)
         intervals = [_interval(group) for _, group in by_prompt.groupby(_WHOLE, sort=False)]
@@ -96,7 +126,7 @@ class EquivalentNoise(OfModel):
         }
         return Result({"equivalent_noise": table}, summary)
 
-    # What was found ----------------------------------------------------------------------------------------------------
+    # What was found -------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
         """The smallest and the largest error."""
@@ -114,7 +144,9 @@ class EquivalentNoise(OfModel):
         return lines
 
     def rows(self, result: Result) -> Rows:
-        """Size, bias, flipped signs and zeros of the error of every policy on K and on V, smallest first."""
+        """Size, bias, flipped signs and zeros of the error of every policy on K and on V, smallest
+        first.
+        """
         prompts = result.summary["prompts"]
         for row in _smallest_first(result).to_dict("records"):
             of_error = functools.partial(finding_from, row, by=_WHOLE, n=prompts)
@@ -123,7 +155,11 @@ class EquivalentNoise(OfModel):
             known = functools.partial(of_error, ends=UNKNOWN)
             if row["bias"]:
                 yield known("bias", "bias", measure="of the tensor's own root mean square")
-            yield from (known(what, name, measure="%") for name, what in SHARES.items() if row[name] not in (0, 1))
+            yield from (
+                known(what, name, measure="%")
+                for name, what in SHARES.items()
+                if row[name] not in (0, 1)
+            )
 
     def charts(self, result: Result) -> Charts:
         """Size, bias and flipped signs of the error of every policy, smallest first."""
@@ -134,8 +170,14 @@ class EquivalentNoise(OfModel):
         for name, (label, scale) in QUANTITIES.items():
             ends = places[name].agg(low="min", high="max").reset_index()
             rows = table.drop(columns=["low", "high"]).merge(ends, on=_WHOLE)
-            panels.append(Panel(rows, name, "line", "dots", color="tensor", label=label, scale=scale))
-        return {"equivalent_noise": Chart("The error of each policy on K and V (lines: the layers and heads)", panels)}
+            panels.append(
+                Panel(rows, name, "line", "dots", color="tensor", label=label, scale=scale)
+            )
+        return {
+            "equivalent_noise": Chart(
+                "The error of each policy on K and V (lines: the layers and heads)", panels
+            )
+        }
 
 
 SHARES = {"sign_flips": "signs flipped", "zeroed": "values made 0", "share_kept": "rows kept"}
@@ -150,18 +192,24 @@ def _smallest_first(result: Result) -> pd.DataFrame:
     """The policies' K and V as a whole."""
     table = pd.DataFrame(result.summary["policies"])
     largest = table.groupby("policy")["relative_rms"].transform("max")
-    return table.assign(largest=largest).sort_values(["largest", *_WHOLE], ignore_index=True).drop(columns="largest")
+    return (
+        table.assign(largest=largest)
+        .sort_values(["largest", *_WHOLE], ignore_index=True)
+        .drop(columns="largest")
+    )
 
 
-# One policy ------------------------------------------------------------------------------------------------------------
+# One policy ---------------------------------------------------------------------------------------
 
 
-def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, max_new_tokens: int) -> pd.DataFrame:
+def error_of_policy(
+    adapter: Adapter, prompts: Sequence[Any], policy: Policy, max_new_tokens: int
+) -> pd.DataFrame:
     """What a policy makes of the keys and values that a model computes without it.
 
-    The prompt's rows are written at once and those of the decoded tokens one by one, as in decoding; what is then read is set
-    beside what was written, so that the error is the policy's own and none that an error in an earlier layer brought along.
-    Noise draws anew for every prompt.
+    The prompt's rows are written at once and those of the decoded tokens one by one, as in
+    decoding; what is then read is set beside what was written, so that the error is the policy's
+    own and none that an error in an earlier layer brought along. Noise draws anew for every prompt.
 
     Args:
         adapter: The model.
@@ -170,8 +218,9 @@ def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, ma
         max_new_tokens: Greedy tokens behind each prompt.
 
     Returns:
-        One row a prompt, layer, tensor and KV head: policy, bits, rows and rows_kept, which only differ where rows are let go
-        of (the error is that of the others), and the sums of :data:`kvinterp.metrics.equivalent_noise.SUMS`.
+        One row a prompt, layer, tensor and KV head: policy, bits, rows and rows_kept, which only
+        differ where rows are let go of (the error is that of the others), and the sums of
+        :data:`kvinterp.metrics.equivalent_noise.SUMS`.
 
     Raises:
         UnsupportedError: The policy chooses rows by what a model's attention shows.
@@ -183,7 +232,9 @@ def error_of_policy(adapter: Adapter, prompts: Sequence[Any], policy: Policy, ma
         )
     tables = []
     for index, prompt in enumerate(prompts):
-        for layer, exact, positions, read in _read_back(adapter, prompt, reseeded(policy, index), max_new_tokens):
+        for layer, exact, positions, read in _read_back(
+            adapter, prompt, reseeded(policy, index), max_new_tokens
+        ):
             for tensor, x, y in zip("KV", exact, read, strict=True):
                 if not bool(y.isfinite().all()):
                     raise NonFiniteError(
@@ -212,26 +263,34 @@ def _read_back(
     tokens = encode(adapter, prompt, steps)
     decoded = run(adapter, tokens, "cached", max_new_tokens=steps, stop="length").tokens
     sites = "cache_k" if adapter.facts.cached_keys_rotated else "cache_k_pre", "cache_v"
-    whole = run(adapter, [*tokens, *decoded[:-1]], "cached", record=sites, positions="all", max_new_tokens=1).records
-    exact = [tuple(whole[site, layer][0][None] for site in sites) for layer in range(adapter.facts.layers)]
+    whole = run(
+        adapter, [*tokens, *decoded[:-1]], "cached", record=sites, positions="all", max_new_tokens=1
+    ).records
+    exact = [
+        tuple(whole[site, layer][0][None] for site in sites)
+        for layer in range(adapter.facts.layers)
+    ]
     length, last = len(tokens) + steps - 1, {}
 
     def listen(place: Any, k: Tensor, v: Tensor) -> None:
         last[place.layer] = (None if place.rows is None else place.rows.to(k.device)), (k, v)
 
     with torch.no_grad(), own_threads(adapter):
-        store = Store(adapter.facts, policy, 1, adapter.dtype, adapter.device, [listen], Growing(length))
+        store = Store(
+            adapter.facts, policy, 1, adapter.dtype, adapter.device, [listen], Growing(length)
+        )
         for start, stop in [(0, len(tokens)), *((at, at + 1) for at in range(len(tokens), length))]:
             for layer, (k, v) in enumerate(exact):
                 store.update(layer, k[:, :, start:stop], v[:, :, start:stop])
-            # What is read last is looked at before rows are let go of: the memory moves those that stay.
+            # What is read last is looked at before rows are let go of: the memory moves those that
+            # stay.
             if stop < length:
                 store.settle()
     for layer, (k, v) in enumerate(exact):
         yield layer, (k, v), *last[layer]
 
 
-# Put together ----------------------------------------------------------------------------------------------------------
+# Put together -------------------------------------------------------------------------------------
 
 
 def pooled(by_prompt: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
@@ -244,9 +303,15 @@ def pooled(by_prompt: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     groups = by_prompt.groupby(list(keys), sort=False)
     sums = groups[[*SUMS, "rows", "rows_kept"]].sum()
     # Of places that store in several formats the mean over their elements.
-    bits = (by_prompt["bits"] * by_prompt["elements"]).groupby([by_prompt[key] for key in keys], sort=False).sum()
+    bits = (
+        (by_prompt["bits"] * by_prompt["elements"])
+        .groupby([by_prompt[key] for key in keys], sort=False)
+        .sum()
+    )
     share_kept = (sums["rows_kept"] / sums["rows"]).rename("share_kept")
-    return pd.concat([(bits / sums["elements"]).rename("bits"), share_kept, noise_of_sums(sums)], axis=1).reset_index()
+    return pd.concat(
+        [(bits / sums["elements"]).rename("bits"), share_kept, noise_of_sums(sums)], axis=1
+    ).reset_index()
 
 
 def _interval(by_prompt: pd.DataFrame) -> metrics.Interval:

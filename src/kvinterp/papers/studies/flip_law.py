@@ -1,11 +1,13 @@
-"""Predict how many tokens flip, from logit margins, errors and the rounding of the logits, and count how many do.
+"""Predict how many tokens flip, from logit margins, errors and the rounding of the logits, and
+count how many do.
 
-One recompute path chooses the tokens, and every other path is fed them; a flip is a step at which the other path's
-largest logit belongs to another token. Sampling at a high temperature gives a text with more steps where two logits are
-close. The last residual stream of each path is kept: it gives the two largest logits without rounding, and the difference
-between paths there is the error. The flips of a prompt are predicted from its own margins and from the errors of the
-other prompts at steps with a similar margin. This is done twice: for logits rounded to the model's 16 bits, as they are,
-and for a float32 unembedding on the same residual streams.
+One recompute path chooses the tokens, and every other path is fed them; a flip is a step at which
+the other path's largest logit belongs to another token. Sampling at a high temperature gives a text
+with more steps where two logits are close. The last residual stream of each path is kept: it gives
+the two largest logits without rounding, and the difference between paths there is the error. The
+flips of a prompt are predicted from its own margins and from the errors of the other prompts at
+steps with a similar margin. This is done twice: for logits rounded to the model's 16 bits, as they
+are, and for a float32 unembedding on the same residual streams.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class FlipLaw(OfModel):
     SUMMED = ("law",)
     NOTED = ("max_new_tokens", "strategy", "seed")
 
-    prompts: str = option("arithmetic:12", SHARED["prompts"][1] + " natural:48 has chat, stories and word problems.")
+    prompts: str = option(
+        "arithmetic:12", SHARED["prompts"][1] + " natural:48 has chat, stories and word problems."
+    )
     path: tuple[str, ...] = option(
         ("cached", "cached+int8", "cached+int4", "cached+normal(0,0.03)"),
         "A path to compare with recompute; may be given several times.",
@@ -59,7 +63,9 @@ class FlipLaw(OfModel):
     )
     dtype: str = shared("dtype", "bfloat16")
     max_new_tokens: int = option(48, "The most tokens to decode per prompt.", min=2)
-    strategy: str = option("greedy", "How the recompute path chooses the tokens: greedy, top_k(50,2), top_p(0.95,0.8).")
+    strategy: str = option(
+        "greedy", "How the recompute path chooses the tokens: greedy, top_k(50,2), top_p(0.95,0.8)."
+    )
     seed: int = seed()
 
     def cells(self) -> list[Cell]:
@@ -78,25 +84,35 @@ class FlipLaw(OfModel):
 
     def measured(self, number: int, paths: list[str]) -> pd.DataFrame:
         """One prompt along all paths."""
-        prompt, choices = load_prompts(self.prompts)[number], self.choices("max_new_tokens", "strategy", "seed")
+        prompt, choices = (
+            load_prompts(self.prompts)[number],
+            self.choices("max_new_tokens", "strategy", "seed"),
+        )
         return steps_of(self.adapter(), prompt, paths, **choices).assign(example=number)
 
     def tables(self, parts: Parts) -> Tables:
         """What was foretold of each path, and what came."""
         steps = joined(parts)["table"]
-        return {"steps": steps, "law": law_of(steps, str(self.adapter().dtype).removeprefix("torch."))}
+        return {
+            "steps": steps,
+            "law": law_of(steps, str(self.adapter().dtype).removeprefix("torch.")),
+        }
 
     def summary(self, tables: Tables) -> dict[str, Any]:
         """The law, and at how many steps it is of the model's own logits."""
         alike = tables["steps"]["as_rounded"]
-        return super().summary(tables) | {"as_rounded": {"steps": len(alike), "alike": int(alike.sum())}}
+        return super().summary(tables) | {
+            "as_rounded": {"steps": len(alike), "alike": int(alike.sum())}
+        }
 
-    # What was found ----------------------------------------------------------------------------------------------------
+    # What was found -------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
         """At how many counts the flips came as foretold."""
         law, alike = result.tables["law"], result.summary["as_rounded"]
-        holds, fails, open_counts = (int((law["verdict"] == word).sum()) for word in ("holds", "fails", "open"))
+        holds, fails, open_counts = (
+            int((law["verdict"] == word).sum()) for word in ("holds", "fails", "open")
+        )
         counts = f"({counted(int(law['prompts'].iloc[0]), 'prompt')}, {law['steps'].iloc[0]} decode steps)"
         lines = [
             f"Too few flips are expected, or too few prompts were given, to tell whether they come as foretold {counts}."
@@ -115,40 +131,63 @@ class FlipLaw(OfModel):
         """The flips that came at each path and unembedding, beside those foretold."""
         for row in result.tables["law"].to_dict("records"):
             labels = {"unit": "steps", "path": row["path"], "unembedding": row["unembedding"]}
-            third = f"{row['third']} to or from a third token, which are not foretold" if row["third"] else ""
-            yield finding_from(row, "flips foretold", "foretold", n=row["steps"], verdict=row["verdict"], **labels)
+            third = (
+                f"{row['third']} to or from a third token, which are not foretold"
+                if row["third"]
+                else ""
+            )
+            yield finding_from(
+                row, "flips foretold", "foretold", n=row["steps"], verdict=row["verdict"], **labels
+            )
             yield finding("flips that came", row["flips"], n=row["steps"], note=third, **labels)
 
     def charts(self, result: Result) -> Charts:
         """Foretold flips with the interval of such counts, and those that came."""
         law = result.tables["law"]
-        came = law.drop(columns=["low", "high"]).assign(line="came, " + law["unembedding"], count=law["flips"])
-        both = pd.concat([law.assign(line="foretold, " + law["unembedding"], count=law["foretold"]), came])
+        came = law.drop(columns=["low", "high"]).assign(
+            line="came, " + law["unembedding"], count=law["flips"]
+        )
+        both = pd.concat(
+            [law.assign(line="foretold, " + law["unembedding"], count=law["foretold"]), came]
+        )
         label = f"flips of {int(law['steps'].iloc[0])} steps"
         panel = Panel(both, "count", "path", "dots", color="line", label=label)
-        return {"flip_law": Chart("Flips foretold from margins, errors and the grid, and those that came", [panel])}
+        return {
+            "flip_law": Chart(
+                "Flips foretold from margins, errors and the grid, and those that came", [panel]
+            )
+        }
 
 
 def steps_of(adapter: Any, prompt: Any, paths: list[str], **choices: Any) -> pd.DataFrame:
-    """The two top logits at every step from 1 on, without rounding, and what each path makes of them.
+    """The two top logits at every step from 1 on, without rounding, and what each path makes of
+    them.
 
     Args:
         adapter: The model.
         prompt: One prompt.
         paths: Text forms.
-        choices: ``max_new_tokens``, and ``strategy`` and ``seed`` by which the leader writes its text.
+        choices: ``max_new_tokens``, and ``strategy`` and ``seed`` by which the leader writes its
+            text.
 
     Returns:
-        One row a path and step: first, second (the leader's two top logits in float32; float64 of wider models), first_token,
-        second_token, first_error, second_error (this path's less the leader's), largest (change of any logit), flip (of the
-        model's own logits), wide_flip (of a wide unembedding), third (it flips, but not between these two tokens), as_rounded
-        (the wide logits, rounded, choose what the model chose, on both paths).
+        One row a path and step: first, second (the leader's two top logits in float32; float64 of
+        wider models), first_token, second_token, first_error, second_error (this path's less the
+        leader's), largest (change of any logit), flip (of the model's own logits), wide_flip (of a
+        wide unembedding), third (it flips, but not between these two tokens), as_rounded (the wide
+        logits, rounded, choose what the model chose, on both paths).
     """
-    options: dict[str, Any] = {"record": "resid_post", "layers": [adapter.facts.layers - 1], "logits": "keep"}
+    options: dict[str, Any] = {
+        "record": "resid_post",
+        "layers": [adapter.facts.layers - 1],
+        "logits": "keep",
+    }
     head = Unembedding(adapter, torch.float32 if adapter.dtype.itemsize < 4 else torch.float64)
 
     def logits_of(trace: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The logits without rounding, what the model chose, and what it would choose of these, rounded."""
+        """The logits without rounding, what the model chose, and what it would choose of these,
+        rounded.
+        """
         (stream,) = (trace[place] for place in trace.records)
         logits = head.logits(stream.reshape(len(trace.tokens), -1)).cpu()
         return logits, trace.logits.argmax(-1).cpu(), logits.to(adapter.dtype).argmax(-1)
@@ -156,7 +195,11 @@ def steps_of(adapter: Any, prompt: Any, paths: list[str], **choices: Any) -> pd.
     leader = run(adapter, prompt, LEADER, **choices, **options)
     leader_logits, chosen, rounded = logits_of(leader)
     (first, second), (one, two) = (pair.T for pair in leader_logits.topk(2, -1))
-    options |= {"max_new_tokens": len(chosen), "stop": "length", "continuation": list(leader.tokens)}
+    options |= {
+        "max_new_tokens": len(chosen),
+        "stop": "length",
+        "continuation": list(leader.tokens),
+    }
     tables = []
     for path in paths:
         logits, took, rounded_here = logits_of(run(adapter, prompt, path, **options))
@@ -175,7 +218,11 @@ def steps_of(adapter: Any, prompt: Any, paths: list[str], **choices: Any) -> pd.
             "third": flip & ((took != one) & (took != two) | (chosen != one) & (chosen != two)),
             "as_rounded": (rounded == chosen) & (rounded_here == took),
         }
-        tables.append(pd.DataFrame({name: column.numpy() for name, column in columns.items()}).assign(path=path))
+        tables.append(
+            pd.DataFrame({name: column.numpy() for name, column in columns.items()}).assign(
+                path=path
+            )
+        )
     table = pd.concat(tables, ignore_index=True)
     # Step 0 is the prefill's, which paths have in common.
     return table[table["step"] > 0]
@@ -189,9 +236,11 @@ def law_of(steps: pd.DataFrame, dtype: str) -> pd.DataFrame:
         dtype: The dtype of the model's own logits.
 
     Returns:
-        Two rows a path, of the model's own unembedding and of a wide one: path, unembedding, prompts, steps, foretold flips with
-        the interval of 95% of such counts (low, high), first_order (NaN on a grid), flips, verdict, error (mean of either
-        logit's), shared (correlation of the two errors), certified (steps whose margin exceeds twice the largest change), third.
+        Two rows a path, of the model's own unembedding and of a wide one: path, unembedding,
+        prompts, steps, foretold flips with the interval of 95% of such counts (low, high),
+        first_order (NaN on a grid), flips, verdict, error (mean of either logit's), shared
+        (correlation of the two errors), certified (steps whose margin exceeds twice the largest
+        change), third.
     """
     rows = []
     for path, group in steps.groupby("path", sort=False):
@@ -202,6 +251,16 @@ def law_of(steps: pd.DataFrame, dtype: str) -> pd.DataFrame:
             "certified": (group["first"] - group["second"] > 2 * group["largest"]).sum(),
             "third": group["third"].sum(),
         }
-        for unembedding, grid, flips in ((dtype, dtype, "flip"), (WIDE, metrics.EXACT, "wide_flip")):
-            rows.append({"path": path, "unembedding": unembedding, **metrics.counted(group, grid, flips), **extra})
+        for unembedding, grid, flips in (
+            (dtype, dtype, "flip"),
+            (WIDE, metrics.EXACT, "wide_flip"),
+        ):
+            rows.append(
+                {
+                    "path": path,
+                    "unembedding": unembedding,
+                    **metrics.counted(group, grid, flips),
+                    **extra,
+                }
+            )
     return pd.DataFrame(rows)

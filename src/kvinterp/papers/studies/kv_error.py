@@ -1,4 +1,6 @@
-"""Measure what errors in the KV cache do to behaviour: answers, likelihoods and degenerate texts, in percent of a control."""
+"""Measure what errors in the KV cache do to behaviour: answers, likelihoods and degenerate texts,
+in percent of a control.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ from kvinterp.paths import Cached
 from kvinterp.policies import policy_named
 
 READINGS = ("stored", "exact")
-"""What attention reads in the prefill: what the cache keeps, as in llama.cpp, or what was computed."""
+"""What attention reads in the prefill: what the cache keeps, as in llama.cpp, or what was
+computed.
+"""
 SHARES = ("loops", "outside")
 """Scores of which the control has little or nothing, so that percent of it say little."""
 ANSWERS = ("instructions", "next_token", "problems")
@@ -62,12 +66,16 @@ _STORED = {"exact": "", "stored": "[prefill=stored]"}
 
 
 class KvError(OfModel):
-    """How much error in K and V does behaviour bear, and of which kind, where, and under which reading of the prompt?"""
+    """How much error in K and V does behaviour bear, and of which kind, where, and under which
+    reading of the prompt?
+    """
 
     SUMMED = ("scores", "contrasts")
     NOTED = ("strategy",)
 
-    model: str = argument("zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id.")
+    model: str = argument(
+        "zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id."
+    )
     design: str = option(
         "grid",
         "What to vary: grid, factorial, tensors, layers, heads (several with commas), all, or none.",
@@ -75,7 +83,9 @@ class KvError(OfModel):
         commas="between",
     )
     policies: tuple[str, ...] = option(
-        (), "Another policy to run as well, such as q5_1; may be given several times.", flag="--policy"
+        (),
+        "Another policy to run as well, such as q5_1; may be given several times.",
+        flag="--policy",
     )
     base: str = option(
         "normal(0,0.5)",
@@ -100,16 +110,20 @@ class KvError(OfModel):
         only=(lambda asked: asked.draws(), DRAWS),
     )
     instructions: str = option(
-        "instructions:12", "Prompts that ask for instructions to be followed: a generator or a .jsonl file."
+        "instructions:12",
+        "Prompts that ask for instructions to be followed: a generator or a .jsonl file.",
     )
     problems: str = option("arithmetic:12", "Prompts with problems to solve.")
     texts: str = option("restate:8", "Prompts with given answers, whose perplexity is measured.")
     strings: str = option("instructions:24", "Prompts from which strings of ten words are cut.")
-    strategy: str = option("top_p(0.95,0.8)", "How tokens are chosen. The default is llama.cpp's, without its top-k of 40.")
+    strategy: str = option(
+        "top_p(0.95,0.8)",
+        "How tokens are chosen. The default is llama.cpp's, without its top-k of 40.",
+    )
     max_new_tokens: int = option(100, "The most tokens to generate per text.", min=1)
     dtype: str = option("float32", "The dtype of every run, the control included.")
 
-    # What is run ---------------------------------------------------------------------------------------------------------
+    # What is run ----------------------------------------------------------------------------------
 
     def designs(self, adapter: Adapter) -> dict[str, Design]:
         """The designs that were asked for, and ``given``, the user's own policies.
@@ -117,9 +131,14 @@ class KvError(OfModel):
         Raises:
             InputError: A policy does not fit a design.
         """
-        designs = {name: designed(name, self.base, self.rms, adapter.facts) for name in self.chosen_designs()}
+        designs = {
+            name: designed(name, self.base, self.rms, adapter.facts)
+            for name in self.chosen_designs()
+        }
         if self.policies:
-            designs["given"] = Design(tuple(dict.fromkeys(str(policy_named(text)) for text in self.policies)))
+            designs["given"] = Design(
+                tuple(dict.fromkeys(str(policy_named(text)) for text in self.policies))
+            )
         return designs
 
     def chosen_designs(self) -> list[str]:
@@ -140,22 +159,39 @@ class KvError(OfModel):
             source = getattr(self, name)
             tasks = {prompt.task for prompt in load_prompts(source)}
             if not all(tasks):
-                raise InputError(f"--{name} {source!r} has a prompt without a task, which nothing can score.")
-            if other_tasks := sorted(task for task in tasks if (task == "instructions") != (name == "instructions")):
-                raise InputError(f"--{name} {source!r} holds prompts of the task {other_tasks[0]!r}, not {name}.")
+                raise InputError(
+                    f"--{name} {source!r} has a prompt without a task, which nothing can score."
+                )
+            if other_tasks := sorted(
+                task for task in tasks if (task == "instructions") != (name == "instructions")
+            ):
+                raise InputError(
+                    f"--{name} {source!r} holds prompts of the task {other_tasks[0]!r}, not {name}."
+                )
         if not all(prompt.answer.strip() for prompt in load_prompts(self.texts)):
-            raise InputError(f"--texts {self.texts!r} has a prompt without an answer: give one, as in restate:16.")
+            raise InputError(
+                f"--texts {self.texts!r} has a prompt without an answer: give one, as in restate:16."
+            )
         strings_of(self.strings)
         if not self.chosen_designs() and not self.policies:
-            raise InputError("no design and no policy was given: give --policy, or a design such as grid.")
+            raise InputError(
+                "no design and no policy was given: give --policy, or a design such as grid."
+            )
 
     def cells(self) -> list[Cell]:
-        """A cell a policy, reading and repeat; those of control, and behind them the noise that each policy amounts to."""
+        """A cell a policy, reading and repeat; those of control, and behind them the noise that
+        each policy amounts to.
+        """
         adapter = self.adapter()
         readings = _split(self.readings)
-        policies = dict.fromkeys(text for design in self.designs(adapter).values() for text in design.policies)
+        policies = dict.fromkeys(
+            text for design in self.designs(adapter).values() for text in design.policies
+        )
         policies.pop("identity", None)
-        tried(adapter, (f"cached{_STORED[reading]}+{text}" for text in policies for reading in readings))
+        tried(
+            adapter,
+            (f"cached{_STORED[reading]}+{text}" for text in policies for reading in readings),
+        )
         cells = []
         arms = [(label, "identity", ["exact"]) for label in (CONTROL, AGAIN)]
         arms += [(text, text, readings) for text in policies]
@@ -163,9 +199,16 @@ class KvError(OfModel):
             once = not sampled(self.strategy) and not is_seeded(policy_named(text))
             for reading in readings_of_arm:
                 for repeat in range(1 if once else self.repeats):
-                    # Other draws of the sampling, and nothing else: what that alone changes is the floor.
+                    # Other draws of the sampling, and nothing else: what that alone changes is the
+                    # floor.
                     draw = repeat + self.repeats * (label == AGAIN)
-                    arm = {"label": label, "policy": text, "reading": reading, "repeat": repeat, "draw": draw}
+                    arm = {
+                        "label": label,
+                        "policy": text,
+                        "reading": reading,
+                        "repeat": repeat,
+                        "draw": draw,
+                    }
                     cells.append(Cell(f"run-{place}-{reading}-{repeat}", self.measured, arm))
         return cells + [
             Cell(f"noise-{place}", self.noise_of, {"policy": text})
@@ -173,7 +216,9 @@ class KvError(OfModel):
             if not policy_named(text).sites
         ]
 
-    def measured(self, label: str, policy: str, reading: str, repeat: int, draw: int) -> pd.DataFrame:
+    def measured(
+        self, label: str, policy: str, reading: str, repeat: int, draw: int
+    ) -> pd.DataFrame:
         """The examples of one policy, reading and repeat."""
         sources, options = (
             self.choices("instructions", "problems", "texts", "strings"),
@@ -185,13 +230,24 @@ class KvError(OfModel):
     def noise_of(self, policy: str) -> pd.DataFrame:
         """The error of a policy on a few of the problems."""
         prompts = load_prompts(self.problems)[:_NOISE_PROMPTS]
-        return equivalent_noise.error_of_policy(self.adapter(), prompts, policy_named(policy), _NOISE_TOKENS)
+        return equivalent_noise.error_of_policy(
+            self.adapter(), prompts, policy_named(policy), _NOISE_TOKENS
+        )
 
     def tables(self, parts: Parts) -> Tables:
-        """Scores beside control, the designs' contrasts, every text, and the noise that each policy amounts to."""
-        runs, noises = (joined({key: parts[key] for key in parts if key.startswith(kind)}) for kind in ("run-", "noise-"))
+        """Scores beside control, the designs' contrasts, every text, and the noise that each policy
+        amounts to.
+        """
+        runs, noises = (
+            joined({key: parts[key] for key in parts if key.startswith(kind)})
+            for kind in ("run-", "noise-")
+        )
         examples, columns = runs["table"], ["policy", "bits", "relative_rms", "sign_flips"]
-        noise = equivalent_noise.pooled(noises["table"], ["policy"]) if noises else pd.DataFrame(columns=columns)
+        noise = (
+            equivalent_noise.pooled(noises["table"], ["policy"])
+            if noises
+            else pd.DataFrame(columns=columns)
+        )
         designs = self.designs(self.adapter())
         group = {text: name for name in reversed(designs) for text in designs[name].policies}
         scores = scored(examples).merge(noise[columns], on="policy", how="left")
@@ -204,7 +260,7 @@ class KvError(OfModel):
         how = self.choices("strategy", "repeats", "max_new_tokens")
         return {**how, "failed": int(tables["examples"]["failed"].sum()), **super().summary(tables)}
 
-    # What was found ----------------------------------------------------------------------------------------------------
+    # What was found -------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
         """How many policies change a score, and how large an error changes none."""
@@ -221,11 +277,15 @@ class KvError(OfModel):
                 "times the root mean square of K and V."
             )
         if failed := result.summary["failed"]:
-            lines.append(f"{counted(failed, 'run')} of a prompt gave NaN or Inf logits and counts as wrong.")
+            lines.append(
+                f"{counted(failed, 'run')} of a prompt gave NaN or Inf logits and counts as wrong."
+            )
         return lines
 
     def rows(self, result: Result) -> Rows:
-        """Every score as percent of control (a share where the control has little of it), then the designs' contrasts."""
+        """Every score as percent of control (a share where the control has little of it), then the
+        designs' contrasts.
+        """
         for row in result.tables["scores"].sort_values("q", kind="stable").to_dict("records"):
             meaning, control = METRICS[row["metric"]].meaning, row["control"]
             if row["metric"] in SHARES or pd.isna(row["percent"]):
@@ -247,21 +307,36 @@ class KvError(OfModel):
             yield finding_from(row, name, "difference", n=row["prompts"], null=0, p=row["p"])
 
     def charts(self, result: Result) -> Charts:
-        """Every policy's scores; percent of control against the error in K and V; the contrasts of the designs."""
+        """Every policy's scores; percent of control against the error in K and V; the contrasts of
+        the designs.
+        """
         scores, contrasts = result.tables["scores"], result.tables["contrasts"]
         percent = scores.assign(low=scores["percent_low"], high=scores["percent_high"])
         shares = scores.assign(**{end: scores["control"] + scores[end] for end in ("low", "high")})
         readings = {name: f"prefill={name}" for name in dict.fromkeys(scores["reading"])}
 
-        def panel(table: pd.DataFrame, metrics: Sequence[str], x: str, y: str = "policy", **options: Any) -> Panel:
-            return Panel(table[table["metric"].isin(metrics)], x, y, **{"facet": "metric", "titles": _TITLES, **options})
+        def panel(
+            table: pd.DataFrame, metrics: Sequence[str], x: str, y: str = "policy", **options: Any
+        ) -> Panel:
+            return Panel(
+                table[table["metric"].isin(metrics)],
+                x,
+                y,
+                **{"facet": "metric", "titles": _TITLES, **options},
+            )
 
         dots = functools.partial(panel, kind="dots", color="reading", names=readings)
         of_control = functools.partial(dots, label="% of control", level=100)
-        with_error = percent[percent["metric"].isin(ANSWERS) & (percent["relative_rms"] > 0) & percent["percent"].notna()]
+        with_error = percent[
+            percent["metric"].isin(ANSWERS)
+            & (percent["relative_rms"] > 0)
+            & percent["percent"].notna()
+        ]
         full = with_error["bits"].max()
         of = [f"{bits:g} bits" if bits < full else "noise" for bits in with_error["bits"]]
-        less = functools.partial(panel, contrasts, x="difference", y="contrast", kind="dots", scale="linear", level=0)
+        less = functools.partial(
+            panel, contrasts, x="difference", y="contrast", kind="dots", scale="linear", level=0
+        )
         return {
             "kv_error": Chart("What each policy does to behaviour", [
                 of_control(percent, ANSWERS, "percent", scale="linear"),
@@ -284,13 +359,20 @@ class KvError(OfModel):
         """By name the weights of policies and readings."""
         readings = _split(self.readings)
         contrasts = {
-            f"{name}, prefill={reading}": {(text, reading): weight for text, weight in weights.items()}
+            f"{name}, prefill={reading}": {
+                (text, reading): weight for text, weight in weights.items()
+            }
             for design in designs.values()
             for name, weights in design.contrasts.items()
             for reading in readings
         }
-        for text in (text for design in designs.values() for text in design.policies if len(readings) > 1):
-            contrasts[f"{text}: stored against exact"] = {(text, "stored"): 1.0, (text, "exact"): -1.0}
+        for text in (
+            text for design in designs.values() for text in design.policies if len(readings) > 1
+        ):
+            contrasts[f"{text}: stored against exact"] = {
+                (text, "stored"): 1.0,
+                (text, "exact"): -1.0,
+            }
         return contrasts
 
 
@@ -302,7 +384,7 @@ def _split(text: str) -> list[str]:
     return list(dict.fromkeys(split(text, ",")))
 
 
-# One run ---------------------------------------------------------------------------------------------------------------
+# One run ------------------------------------------------------------------------------------------
 
 
 def behaviour_of(
@@ -317,8 +399,9 @@ def behaviour_of(
 ) -> pd.DataFrame:
     """What a model writes and thinks likely under a policy, prompt by prompt.
 
-    Every prompt has noise of its own, so that prompts are independent of each other. Of strings and texts the last token of
-    the context goes through the cache under either reading: no answer is the prefill's alone.
+    Every prompt has noise of its own, so that prompts are independent of each other. Of strings and
+    texts the last token of the context goes through the cache under either reading: no answer is
+    the prefill's alone.
 
     Args:
         adapter: The model.
@@ -326,19 +409,21 @@ def behaviour_of(
         reading: What the prefill reads, one of :data:`READINGS`.
         repeat: Which draws of the noise.
         draw: Which draws of the sampling.
-        sources: The prompts: ``instructions`` and ``problems`` are scored, the likelihood of the answers of ``texts`` is
-            measured, and ``strings`` are cut from texts.
+        sources: The prompts: ``instructions`` and ``problems`` are scored, the likelihood of the
+            answers of ``texts`` is measured, and ``strings`` are cut from texts.
         strategy: How tokens are chosen.
         max_new_tokens: Most tokens of a text.
 
     Returns:
-        One row a task and prompt: task, prompt, id, correct, loop, outside, tokens, nats (a token), text, failed (NaN or Inf
-        logits; then nothing is right, and nats is not known).
+        One row a task and prompt: task, prompt, id, correct, loop, outside, tokens, nats (a token),
+        text, failed (NaN or Inf logits; then nothing is right, and nats is not known).
     """
 
     def text(path: Any, number: int, prompt: Any, known: frozenset[str]) -> dict[str, Any]:
         tokens = encode(adapter, prompt, max_new_tokens)
-        (written,) = write(adapter, path, [tokens], max_new_tokens, strategy=strategy, seed=draw, examples=[number])
+        (written,) = write(
+            adapter, path, [tokens], max_new_tokens, strategy=strategy, seed=draw, examples=[number]
+        )
         return {
             "correct": score(prompt, written.text),
             "loop": loop_at_end(written.tokens) > 0,
@@ -353,7 +438,11 @@ def behaviour_of(
             before = whole[: len(before) - 1]
         after = whole[len(before) :]
         (likely,) = likelihoods(adapter, path, [(before, after)])
-        return {"correct": likely.greedy, "nats": -likely.log_probability / len(after), "tokens": len(after)}
+        return {
+            "correct": likely.greedy,
+            "nats": -likely.log_probability / len(after),
+            "tokens": len(after),
+        }
 
     tasks: dict[str, list[tuple[Any, ...]]] = {}
     for task in ("instructions", "problems"):
@@ -361,14 +450,19 @@ def behaviour_of(
         known = task_words(prompts)
         tasks[task] = [(prompt.id, text, prompt, known) for prompt in prompts]
     tasks["texts"] = [
-        (prompt.id, likelihood, prompt.text, f" {prompt.answer}") for prompt in load_prompts(sources["texts"])
+        (prompt.id, likelihood, prompt.text, f" {prompt.answer}")
+        for prompt in load_prompts(sources["texts"])
     ]
-    tasks["strings"] = [(name, likelihood, context, word) for name, context, word in strings_of(sources["strings"])]
+    tasks["strings"] = [
+        (name, likelihood, context, word) for name, context, word in strings_of(sources["strings"])
+    ]
     rows = []
     with own_threads(adapter):
         for task, questions in tasks.items():
             for number, (name, answer, *question) in enumerate(questions):
-                path = Cached(reseeded(policy_named(policy), 100_000 * repeat + number), prefill=reading)
+                path = Cached(
+                    reseeded(policy_named(policy), 100_000 * repeat + number), prefill=reading
+                )
                 try:
                     scores = answer(path, number, *question) | {"failed": False}
                 except NonFiniteError:
@@ -378,7 +472,8 @@ def behaviour_of(
 
 
 def strings_of(source: str) -> list[tuple[str, str, str]]:
-    """Strings of ten words from the beginning of prompts and answers: name, the first nine, and the tenth.
+    """Strings of ten words from the beginning of prompts and answers: name, the first nine, and the
+    tenth.
 
     Args:
         source: Prompts, as :func:`kvinterp.data.load_prompts` takes them.

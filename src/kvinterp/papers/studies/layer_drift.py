@@ -1,11 +1,13 @@
-"""Measure how far apart the residual streams of the two paths are in each layer, where both got the same tokens.
+"""Measure how far apart the residual streams of the two paths are in each layer, where both got the
+same tokens.
 
-The FP16 paper's layer drift analysis (arXiv 2604.15409, section 6.2) reports the absolute L2 distance of hidden states
-at decode step 1, and a jump at layer 1. Each path gets its own tokens there, so the cosines of 0.49 and 0.015 at layer
-0 can come from two different tokens. Here every row counts only if both paths had read the same tokens, and the result
-says how many rows that rule removed. Beside the absolute distance you get the distance relative to the stream, the
-angle, and all three without the three largest dimensions, since massive activations also make such a jump. The null is
-the recompute path against itself, with the same rows among more rows.
+The FP16 paper's layer drift analysis (arXiv 2604.15409, section 6.2) reports the absolute L2
+distance of hidden states at decode step 1, and a jump at layer 1. Each path gets its own tokens
+there, so the cosines of 0.49 and 0.015 at layer 0 can come from two different tokens. Here every
+row counts only if both paths had read the same tokens, and the result says how many rows that rule
+removed. Beside the absolute distance you get the distance relative to the stream, the angle, and
+all three without the three largest dimensions, since massive activations also make such a jump. The
+null is the recompute path against itself, with the same rows among more rows.
 """
 
 from __future__ import annotations
@@ -53,8 +55,14 @@ from kvinterp.models.inputs import encode_all
 from kvinterp.paths import run
 
 EVERY_STEP, ONE_STEP, NULL = "every decode step", "decode step 1", "same-path null"
-"""Which rows a mean is of: all that a path decodes after the prefill, or those of the paper; and what is held against them."""
-CONTRASTS = {"previous layer": "the layer before", "layer 0": "layer 0", NULL: "the recompute path among more rows"}
+"""Which rows a mean is of: all that a path decodes after the prefill, or those of the paper; and
+what is held against them.
+"""
+CONTRASTS = {
+    "previous layer": "the layer before",
+    "layer 0": "layer 0",
+    NULL: "the recompute path among more rows",
+}
 """What the drift at a layer is held against."""
 LEVEL = 0.05
 """Below this corrected p-value two things are told apart."""
@@ -64,9 +72,16 @@ NAMES = {
     f"l2{SUFFIX}": "L2 without the three largest dimensions",
     f"relative_l2{SUFFIX}": "relative L2 without the three largest dimensions",
 }
-"""The measures that are asked whether they grow: the paper's, relative to the stream, and both beside its largest dimensions."""
+"""The measures that are asked whether they grow: the paper's, relative to the stream, and both
+beside its largest dimensions.
+"""
 MEASURES = tuple(metric.column for metric in metrics.OF_KIND["residual"])
-RULES = (("matched", "same tokens"), ("free", "same tokens"), ("free", "none"), (NULL, "same tokens"))
+RULES = (
+    ("matched", "same tokens"),
+    ("free", "same tokens"),
+    ("free", "none"),
+    (NULL, "same tokens"),
+)
 """What means are of: a protocol (or the null), and which of its rows."""
 AT = ["model", "example"]
 
@@ -77,12 +92,20 @@ class LayerDrift(OfModels):
     NOTED = ("kernels", "strategy", "seed", "max_new_tokens")
 
     dtype: str = shared("dtype")
-    strategy: str = option("greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8).")
+    strategy: str = option(
+        "greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8)."
+    )
     seed: int = seed()
     kernels: str = option("native", "Kernels for both paths.")
     max_new_tokens: int = option(32, "The most tokens to decode per prompt.", min=2)
-    step: int = option(2, "Which of our steps is the paper's decode step 1. We count the prefill's token as step 0.", min=1)
-    divergent: int = option(10, "How many examples to select as the paper does: those with the highest mean KL.", min=1)
+    step: int = option(
+        2,
+        "Which of our steps is the paper's decode step 1. We count the prefill's token as step 0.",
+        min=1,
+    )
+    divergent: int = option(
+        10, "How many examples to select as the paper does: those with the highest mean KL.", min=1
+    )
     contrast: tuple[str, ...] = option(
         tuple(CONTRASTS),
         "What each layer is tested against: previous layer, layer 0 or same-path null; may be given several times.",
@@ -105,13 +128,16 @@ class LayerDrift(OfModels):
         for number, model, adapter in self.numbered_models():
             encode_all(adapter, prompts, self.max_new_tokens + self.suffix)
             for example in range(len(prompts)):
-                cells.append(Cell(f"layer-drift-{number}-{example}", self.drifted, {"model": model}))
+                cells.append(
+                    Cell(f"layer-drift-{number}-{example}", self.drifted, {"model": model})
+                )
         return cells
 
     def drifted(self, keys: Sequence[str], keep: Callable[..., None], model: str) -> None:
         """Compares the paths on some examples of one model, and keeps what each gave.
 
-        Until the first flip both protocols feed the same tokens, so that only an example that flips is run free too.
+        Until the first flip both protocols feed the same tokens, so that only an example that flips
+        is run free too.
         """
         adapter, prompts = self.adapter(model), load_prompts(self.prompts)
         paths = paths_of(self.kernels)
@@ -120,32 +146,57 @@ class LayerDrift(OfModels):
         with adapter.one_call():
             for example, key in numbered(keys).items():
                 prompt = prompts[example]
-                options = self.choices("strategy", "seed", "max_new_tokens") | {"examples": [example]}
+                options = self.choices("strategy", "seed", "max_new_tokens") | {
+                    "examples": [example]
+                }
                 matched = free = compare_examples(adapter, prompt, *paths, record=sites, **options)
                 tables = {"examples": matched.failures}
                 if matched.failures.empty:
                     if matched.examples["flip_index"].notna().any():
-                        free = compare_examples(adapter, prompt, *paths, protocol="free", record="resid_post", **options)
-                    null = null_drift(adapter, prompt, matched.steps, paths[1], self.suffix).assign(example=example)
+                        free = compare_examples(
+                            adapter, prompt, *paths, protocol="free", record="resid_post", **options
+                        )
+                    null = null_drift(adapter, prompt, matched.steps, paths[1], self.suffix).assign(
+                        example=example
+                    )
                     tables = {**of_example(matched, free), "null": null}
-                keep(key, {name: table.assign(model=adapter.facts.name) for name, table in tables.items()})
+                keep(
+                    key,
+                    {
+                        name: table.assign(model=adapter.facts.name)
+                        for name, table in tables.items()
+                    },
+                )
 
     def tables(self, parts: Parts) -> Tables:
         """What the examples of all models come to."""
         return tables_of(joined(parts), self.step, self.divergent, self.contrast)
 
-    # What was found ----------------------------------------------------------------------------------------------------
+    # What was found -------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
-        """How the relative drift changes from the first layer to the last, and what was left out."""
+        """How the relative drift changes from the first layer to the last, and what was left
+        out.
+        """
         tables = result.tables
-        every = only(tables["drift_by_layer"], selection=EVERY_STEP, protocol="matched", measure="relative_l2")
-        null = only(tables["drift_by_layer"], selection=EVERY_STEP, protocol=NULL, measure="relative_l2")
-        by, of_null = (table.sort_values("layer").groupby("model")["median"] for table in (every, null))
+        every = only(
+            tables["drift_by_layer"],
+            selection=EVERY_STEP,
+            protocol="matched",
+            measure="relative_l2",
+        )
+        null = only(
+            tables["drift_by_layer"], selection=EVERY_STEP, protocol=NULL, measure="relative_l2"
+        )
+        by, of_null = (
+            table.sort_values("layer").groupby("model")["median"] for table in (every, null)
+        )
         failed = tables["drift_examples"].query("message != ''")
         lines = ["No step was decoded after the prefill: no drift was measured."]
         if len(every) and not (every["mean"] > 0).any():
-            lines = ["Fed the same tokens, resid_post is bitwise equal in every layer of both paths."]
+            lines = [
+                "Fed the same tokens, resid_post is bitwise equal in every layer of both paths."
+            ]
         elif len(every):
             models = f" over {counted(len(by), 'model')}" * (len(by) > 1)
             lines = [
@@ -158,9 +209,15 @@ class LayerDrift(OfModels):
         return lines
 
     def rows(self, result: Result) -> Rows:
-        """Drift in the first and last layer, its growth, what the rule of equal tokens removed, the tests, and the heads."""
+        """Drift in the first and last layer, its growth, what the rule of equal tokens removed, the
+        tests, and the heads.
+        """
         for model in dict.fromkeys(result.tables["drift_examples"]["model"]):
-            tables = {name: only(table, model=model) for name, table in result.tables.items() if "model" in table}
+            tables = {
+                name: only(table, model=model)
+                for name, table in result.tables.items()
+                if "model" in table
+            }
             yield from ({"model": model, **row} for row in _rows_of_model(tables))
 
     def charts(self, result: Result) -> Charts:
@@ -173,7 +230,8 @@ class LayerDrift(OfModels):
         every = every[every["protocol"].isin(["matched", NULL])]
         bare = every["measure"].str.endswith(SUFFIX)
         every = every.assign(
-            line=every["protocol"].where(~bare, "bare"), measure=every["measure"].str.removesuffix(SUFFIX)
+            line=every["protocol"].where(~bare, "bare"),
+            measure=every["measure"].str.removesuffix(SUFFIX),
         )[~(bare & (every["protocol"] == NULL))]
         streams = {
             "matched": "cached against recompute",
@@ -181,7 +239,10 @@ class LayerDrift(OfModels):
             NULL: "null: recompute among more rows, no cache",
         }
         one = only(means, selection=ONE_STEP, protocol="free")
-        rules = {"none": "every row, as in the paper", "same tokens": "rows where both read the same tokens"}
+        rules = {
+            "none": "every row, as in the paper",
+            "same tokens": "rows where both read the same tokens",
+        }
         panel = functools.partial(Panel, x="layer", facet="model")
         label = "of resid_post\n(median, 95% interval)"
         growth = tables["amplification"].dropna(subset=["ratio"])
@@ -217,8 +278,16 @@ def _rows_of_model(tables: Tables) -> Rows:
     matched = matched.merge(null[[*at, "median"]], "left", at, suffixes=("", "_of_null"))
     of_row = functools.partial(finding_from, unit="examples")
     for measure, name in list(NAMES.items())[:3] if len(matched) else ():
-        for row in only(matched, measure=measure).iloc[[0, -1]].drop_duplicates("layer").to_dict("records"):
-            yield of_row(row, f"median {name} of resid_post", "median", null=row["median_of_null"], layer=row["layer"])
+        for row in (
+            only(matched, measure=measure).iloc[[0, -1]].drop_duplicates("layer").to_dict("records")
+        ):
+            yield of_row(
+                row,
+                f"median {name} of resid_post",
+                "median",
+                null=row["median_of_null"],
+                layer=row["layer"],
+            )
     grown = tables["amplification"].dropna(subset=["ratio"])
     l2 = only(grown, measure="l2").set_index("layer")
     if len(l2):
@@ -237,27 +306,37 @@ def _rows_of_model(tables: Tables) -> Rows:
         which = "every row" if row["rule"] == "none" else "rows of the same tokens"
         what = f"median cosine at the paper's decode step 1, {which}"
         yield of_row(row, what, "median", layer=row["layer"])
-    for (contrast, test), table in only(tables["layer_tests"], measure="l2").groupby(["contrast", "test"], sort=False):
-        effect, middle = table.loc[table["p_bh"] < LEVEL, "effect"], 0.5 if test == "Mann-Whitney" else 0.0
+    for (contrast, test), table in only(tables["layer_tests"], measure="l2").groupby(
+        ["contrast", "test"], sort=False
+    ):
+        effect, middle = (
+            table.loc[table["p_bh"] < LEVEL, "effect"],
+            0.5 if test == "Mann-Whitney" else 0.0,
+        )
         yield finding(f"layers with more L2 than {CONTRASTS[contrast]}", (effect > middle).sum(), n=len(table), unit="layers",
                       test=test, note=f"BH at {LEVEL:g}; less in {(effect < middle).sum()}")  # fmt: skip
     heads = tables["head_kl"]
     if len(heads):
         largest = heads.loc[heads["kl"].idxmax()]
         place = dict(largest[["layer", "head"]]) if largest["kl"] > 0 else {}
-        derived = "derived beside the kernel, which shows no pattern" if (heads["pattern"] == "derived").any() else ""
+        derived = (
+            "derived beside the kernel, which shows no pattern"
+            if (heads["pattern"] == "derived").any()
+            else ""
+        )
         yield finding("largest mean attention KL of a head", largest["kl"], n=largest["n"], unit="examples", measure="nats",
                       note=derived, **place)  # fmt: skip
 
 
-# One example -----------------------------------------------------------------------------------------------------------
+# One example --------------------------------------------------------------------------------------
 
 
 def of_example(matched: Comparison, free: Comparison) -> Tables:
     """The tables of one example.
 
     Args:
-        matched: Both paths on the same tokens, with resid_post, and the patterns where the model shows them.
+        matched: Both paths on the same tokens, with resid_post, and the patterns where the model
+            shows them.
         free: Each on its own; the same where nothing flips.
     """
     columns = ["example", "step", "layer", *MEASURES]
@@ -267,7 +346,9 @@ def of_example(matched: Comparison, free: Comparison) -> Tables:
     return {
         "drift": matched.layers[columns],
         "removed": free.layers.loc[other_text, columns],
-        "heads": heads.groupby(["example", "layer", "head", "pattern"], as_index=False)["kl"].mean(),
+        "heads": heads.groupby(["example", "layer", "head", "pattern"], as_index=False)[
+            "kl"
+        ].mean(),
         "examples": examples.assign(
             free_steps=free.examples["steps"].to_numpy(),
             mean_kl=free.examples["mean_kl"].to_numpy(),
@@ -277,15 +358,19 @@ def of_example(matched: Comparison, free: Comparison) -> Tables:
     }
 
 
-def null_drift(adapter: Adapter, prompt: Any, steps: pd.DataFrame, path: str, suffix: int) -> pd.DataFrame:
-    """The recompute path against itself: the newest row of each step, among its prefix and among the whole text and more.
+def null_drift(
+    adapter: Adapter, prompt: Any, steps: pd.DataFrame, path: str, suffix: int
+) -> pd.DataFrame:
+    """The recompute path against itself: the newest row of each step, among its prefix and among
+    the whole text and more.
 
     Args:
         adapter: The model.
         prompt: The prompt.
         steps: The table ``steps`` of the comparison, whose tokens are fed.
         path: The recompute path.
-        suffix: Tokens behind the text, so that the last step has company too; a causal model does not see them.
+        suffix: Tokens behind the text, so that the last step has company too; a causal model does
+            not see them.
 
     Returns:
         One row a step from 1 on and layer, with every measure of drift.
@@ -294,17 +379,26 @@ def null_drift(adapter: Adapter, prompt: Any, steps: pd.DataFrame, path: str, su
     settings: dict[str, Any] = {"record": "resid_post", "stop": "length"}
     alone = run(adapter, prompt, path, continuation=fed, max_new_tokens=len(steps), **settings)
     text = [*alone.prompt, *fed]
-    longer = run(adapter, [*text, *(text * suffix)[:suffix]], path, max_new_tokens=1, positions="all", **settings)
+    longer = run(
+        adapter,
+        [*text, *(text * suffix)[:suffix]],
+        path,
+        max_new_tokens=1,
+        positions="all",
+        **settings,
+    )
     newest = slice(len(alone.prompt) - 1, len(text))
     tables = []
     for layer in range(adapter.facts.layers):
-        drift = metrics.measured("residual", longer["resid_post", layer][0][newest], alone["resid_post", layer])
+        drift = metrics.measured(
+            "residual", longer["resid_post", layer][0][newest], alone["resid_post", layer]
+        )
         measures = {name: values.tolist() for name, values in drift.items()}
         tables.append(pd.DataFrame({"step": range(len(steps)), "layer": layer, **measures})[1:])
     return pd.concat(tables, ignore_index=True)
 
 
-# All examples ----------------------------------------------------------------------------------------------------------
+# All examples -------------------------------------------------------------------------------------
 
 
 def tables_of(parts: Tables, step: int, divergent: int, contrasts: Sequence[str]) -> Tables:
@@ -316,18 +410,30 @@ def tables_of(parts: Tables, step: int, divergent: int, contrasts: Sequence[str]
         divergent: Of how many examples it is.
         contrasts: What a layer is tested against.
     """
-    examples, matched = parts["examples"], parts["drift"].assign(protocol="matched", same_tokens=True)
+    examples, matched = (
+        parts["examples"],
+        parts["drift"].assign(protocol="matched", same_tokens=True),
+    )
     flips = matched[AT].merge(examples, "left", AT)["flip_index"].to_numpy(float)
-    # Up to a flip, the step of the flip too, both protocols feed the same tokens: the rows are the same to the bit.
+    # Up to a flip, the step of the flip too, both protocols feed the same tokens: the rows are the
+    # same to the bit.
     free = matched[~(matched["step"].to_numpy() > flips)].assign(protocol="free")
-    every = pd.concat([matched, free, parts["removed"].assign(protocol="free", same_tokens=False)], ignore_index=True)
+    every = pd.concat(
+        [matched, free, parts["removed"].assign(protocol="free", same_tokens=False)],
+        ignore_index=True,
+    )
     every = every.astype({"same_tokens": bool})
-    highest = examples.dropna(subset=["mean_kl"]).sort_values("mean_kl", ascending=False, kind="stable")
+    highest = examples.dropna(subset=["mean_kl"]).sort_values(
+        "mean_kl", ascending=False, kind="stable"
+    )
     highest = highest.groupby("model", sort=False).head(divergent)
     decoded = pd.concat(
-        [every[every["step"] > 0], parts["null"].assign(protocol=NULL, same_tokens=True)], ignore_index=True
+        [every[every["step"] > 0], parts["null"].assign(protocol=NULL, same_tokens=True)],
+        ignore_index=True,
     )
-    at_step = (decoded["step"] == step) & decoded.set_index(AT).index.isin(highest.set_index(AT).index)
+    at_step = (decoded["step"] == step) & decoded.set_index(AT).index.isin(
+        highest.set_index(AT).index
+    )
     selections = {EVERY_STEP: decoded, ONE_STEP: decoded[at_step]}
     means = [
         _by_model(only(table if rule == "none" else only(table, same_tokens=True), protocol=protocol), means_of)
@@ -341,7 +447,9 @@ def tables_of(parts: Tables, step: int, divergent: int, contrasts: Sequence[str]
     matched = matched[matched["step"] > 0]
     heads = parts["heads"].groupby(["model", "layer", "head", "pattern"], sort=False)["kl"]
     return {
-        "layer_drift": every.loc[every["same_tokens"], ["model", "protocol", "example", "step", "layer", *MEASURES]],
+        "layer_drift": every.loc[
+            every["same_tokens"], ["model", "protocol", "example", "step", "layer", *MEASURES]
+        ],
         "layer_drift_rows": counts.agg(rows="size", removed="sum").reset_index(),
         "drift_by_layer": pd.concat(means, ignore_index=True),
         "layer_tests": layer_tests_of(matched, parts["null"], contrasts),
@@ -352,13 +460,17 @@ def tables_of(parts: Tables, step: int, divergent: int, contrasts: Sequence[str]
     }
 
 
-def _by_model(table: pd.DataFrame, function: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
-    tables = [function(part).assign(model=model) for model, part in table.groupby("model", sort=False)]
+def _by_model(
+    table: pd.DataFrame, function: Callable[[pd.DataFrame], pd.DataFrame]
+) -> pd.DataFrame:
+    tables = [
+        function(part).assign(model=model) for model, part in table.groupby("model", sort=False)
+    ]
     frame = pd.concat(tables or [function(table).assign(model="")], ignore_index=True)
     return frame[["model", *frame.columns.drop("model")]]
 
 
-# One model: the steps of one example are not independent, so each example is one number, the mean over its steps ----------
+# One model: the steps of one example are not independent, so each example is one number, the mean o
 
 
 def _by_example(rows: pd.DataFrame, measure: str) -> pd.DataFrame:
@@ -374,8 +486,8 @@ def means_of(rows: pd.DataFrame, measures: Sequence[str] = MEASURES) -> pd.DataF
         measures: Columns of it.
 
     Returns:
-        One row a layer and measure: mean and median over examples, the median's 95% interval (low, high); zeros,
-        those of exactly 0; n (examples). NaN where none has a number.
+        One row a layer and measure: mean and median over examples, the median's 95% interval (low,
+        high); zeros, those of exactly 0; n (examples). NaN where none has a number.
     """
     means = [
         (layer, measure, *metrics.typical(values))
@@ -392,8 +504,9 @@ def amplification_of(rows: pd.DataFrame) -> pd.DataFrame:
         rows: A row an example, step and layer.
 
     Returns:
-        One row a layer and measure of :data:`NAMES`: ratio, the median of the examples' own, its 95% interval (low, high) and
-        n, the examples that drift in the layer before; NaN where there is none.
+        One row a layer and measure of :data:`NAMES`: ratio, the median of the examples' own, its
+        95% interval (low, high) and n, the examples that drift in the layer before; NaN where there
+        is none.
     """
     ratios = []
     for measure in NAMES:
@@ -405,11 +518,14 @@ def amplification_of(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(ratios, columns=["layer", "measure", "ratio", "low", "high", "n"])
 
 
-def layer_tests_of(rows: pd.DataFrame, null: pd.DataFrame, contrasts: Sequence[str]) -> pd.DataFrame:
-    """Whether a layer's drift differs from what it is compared with: unpaired as in the paper, and paired by example.
+def layer_tests_of(
+    rows: pd.DataFrame, null: pd.DataFrame, contrasts: Sequence[str]
+) -> pd.DataFrame:
+    """Whether a layer's drift differs from what it is compared with: unpaired as in the paper, and
+    paired by example.
 
-    The layers of one example are not independent samples, which Mann-Whitney takes them for; the signed ranks of Wilcoxon are
-    of each example's own difference.
+    The layers of one example are not independent samples, which Mann-Whitney takes them for; the
+    signed ranks of Wilcoxon are of each example's own difference.
 
     Args:
         rows: A row an example, step and layer, of several models.
@@ -417,20 +533,36 @@ def layer_tests_of(rows: pd.DataFrame, null: pd.DataFrame, contrasts: Sequence[s
         contrasts: Of :data:`CONTRASTS`.
 
     Returns:
-        One row a model, layer, measure, contrast and test: n (examples), statistic, p, p_bh, corrected over all layers of all
-        models that are tested alike, effect, and effect_of, what that is. p is NaN where nothing differs.
+        One row a model, layer, measure, contrast and test: n (examples), statistic, p, p_bh,
+        corrected over all layers of all models that are tested alike, effect, and effect_of, what
+        that is. p is NaN where nothing differs.
     """
     tested = []
     for model, measure, contrast in itertools.product(rows["model"].unique(), NAMES, contrasts):
         drift, against = (_by_example(only(table, model=model), measure) for table in (rows, null))
         if contrast != NULL:
             first = pd.DataFrame(dict.fromkeys(drift, drift[0]))
-            against = (drift.shift(axis=1) if contrast == "previous layer" else first).drop(columns=0)
+            against = (drift.shift(axis=1) if contrast == "previous layer" else first).drop(
+                columns=0
+            )
         for layer in against:
             here, there = pd.concat([drift[layer], against[layer]], axis=1).dropna().to_numpy().T
             labels = model, layer, measure, contrast
-            tested += [(*labels, name, len(here), *test(here, there), of) for name, test, of in _TESTS]
-    columns = ["model", "layer", "measure", "contrast", "test", "n", "statistic", "p", "effect", "effect_of"]
+            tested += [
+                (*labels, name, len(here), *test(here, there), of) for name, test, of in _TESTS
+            ]
+    columns = [
+        "model",
+        "layer",
+        "measure",
+        "contrast",
+        "test",
+        "n",
+        "statistic",
+        "p",
+        "effect",
+        "effect_of",
+    ]
     table = pd.DataFrame(tested, columns=columns)
     alike = table.groupby(["measure", "contrast", "test"], sort=False)["p"]
     table["p_bh"] = alike.transform(lambda p: corrected(p.to_numpy(float), "bh"))
@@ -446,7 +578,9 @@ def _mann_whitney(here: np.ndarray, against: np.ndarray) -> tuple[float, float, 
 
 
 def _wilcoxon(here: np.ndarray, against: np.ndarray) -> tuple[float, float, float]:
-    """The sum of the ranks where the first is larger, p, and the rank-biserial correlation of the pairs."""
+    """The sum of the ranks where the first is larger, p, and the rank-biserial correlation of the
+    pairs.
+    """
     there = (here - against)[here != against]
     if not len(there):
         return (np.nan,) * 3

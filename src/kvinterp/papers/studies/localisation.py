@@ -1,11 +1,12 @@
 """Patch and split the examples whose paths differ most: as the FP16 paper does, and with controls.
 
-The FP16 paper's causal localisation (arXiv 2604.15409, sections 5.2 and 6.5) copies the cached path's residual stream
-into the recompute path at the first cached step, one layer at a time and cumulatively, on the examples with the highest
-KL. It recovers nothing, from which the paper concludes that the cache carries the difference. But the recompute path
-keeps nothing between steps, so such a patch can affect a later step only through the chosen token. Beside it run the
-same patch at every step and at all positions, patches of K and V in both directions, together and each alone, and the
-split of the difference by its source, with nulls.
+The FP16 paper's causal localisation (arXiv 2604.15409, sections 5.2 and 6.5) copies the cached
+path's residual stream into the recompute path at the first cached step, one layer at a time and
+cumulatively, on the examples with the highest KL. It recovers nothing, from which the paper
+concludes that the cache carries the difference. But the recompute path keeps nothing between steps,
+so such a patch can affect a later step only through the chosen token. Beside it run the same patch
+at every step and at all positions, patches of K and V in both directions, together and each alone,
+and the split of the difference by its source, with nulls.
 """
 
 from __future__ import annotations
@@ -51,17 +52,32 @@ from kvinterp.patching.findings import (
 )
 
 SETS: dict[str, dict[str, str]] = {
-    "paper": {name: PRESETS["paper"][name] for name in ("site", "over", "direction", "steps", "protocol", "distance")},
+    "paper": {
+        name: PRESETS["paper"][name]
+        for name in ("site", "over", "direction", "steps", "protocol", "distance")
+    },
     "residual": {"site": "resid_post", "over": "single,cumulative"},
     "residual-all": {"site": "resid_post", "over": "single,cumulative", "positions": "all"},
     "kv-into-recompute": {"site": "kv", "over": "single,cumulative-from"},
     "kv-into-cached": {"site": "kv", "over": "single,cumulative", "direction": "into-cached"},
     "k-into-recompute": {"site": "cache_k", "over": "cumulative-from", "controls": "none"},
     "v-into-recompute": {"site": "cache_v", "over": "cumulative-from", "controls": "none"},
-    "k-into-cached": {"site": "cache_k", "over": "cumulative", "direction": "into-cached", "controls": "none"},
-    "v-into-cached": {"site": "cache_v", "over": "cumulative", "direction": "into-cached", "controls": "none"},
+    "k-into-cached": {
+        "site": "cache_k",
+        "over": "cumulative",
+        "direction": "into-cached",
+        "controls": "none",
+    },
+    "v-into-cached": {
+        "site": "cache_v",
+        "over": "cumulative",
+        "direction": "into-cached",
+        "controls": "none",
+    },
 }
-"""What is patched, as :func:`kvinterp.sweep` takes it: the paper's, then at every matched step (by the logits' L2 first)."""
+"""What is patched, as :func:`kvinterp.sweep` takes it: the paper's, then at every matched step (by
+the logits' L2 first).
+"""
 SPLIT = "decomposition"
 """Not a patch: the split of the difference by what makes it."""
 _RANKED, _PATCHED = "localisation-kl", "localisation-patched"
@@ -73,7 +89,11 @@ class Localisation(OfModels):
     NOTED = ("kernels", "max_new_tokens")
 
     dtype: str = shared("dtype")
-    count: int = option(10, "How many examples to patch: those with the highest mean KL in the free protocol.", min=1)
+    count: int = option(
+        10,
+        "How many examples to patch: those with the highest mean KL in the free protocol.",
+        min=1,
+    )
     max_new_tokens: int = option(32, "The most tokens to decode per prompt.", min=2)
     kernels: str = option("native", "Kernels for both paths.")
     part: tuple[str, ...] = option(
@@ -95,32 +115,56 @@ class Localisation(OfModels):
         return cells
 
     def second_stage(self, parts: Parts) -> list[Cell]:
-        """The second stage, a cell a model and example of the highest KL, which is known from the first."""
+        """The second stage, a cell a model and example of the highest KL, which is known from the
+        first.
+        """
         return self.patches(self._chosen(parts))
 
     def patches(self, chosen: pd.DataFrame) -> list[Cell]:
         """A cell a model and example, as :func:`chosen_of` gives them."""
         return [
-            Cell(f"{_PATCHED}-{number}-{example}", self.localised, {"model": self.models[number], "example": example})
-            for number, example in zip(chosen["number"].tolist(), chosen["example"].tolist(), strict=True)
+            Cell(
+                f"{_PATCHED}-{number}-{example}",
+                self.localised,
+                {"model": self.models[number], "example": example},
+            )
+            for number, example in zip(
+                chosen["number"].tolist(), chosen["example"].tolist(), strict=True
+            )
         ]
 
     def _chosen(self, parts: Parts) -> pd.DataFrame:
         ranked = [
-            tables["table"].assign(number=int(key.split("-")[2])) for key, (tables, _) in those(parts, _RANKED).items()
+            tables["table"].assign(number=int(key.split("-")[2]))
+            for key, (tables, _) in those(parts, _RANKED).items()
         ]
         return chosen_of(pd.concat(ranked, ignore_index=True), self.count)
 
     def ranked(self, keys: Sequence[str], keep: Callable[..., None], model: str) -> None:
-        """How far apart the paths of some prompts are in the free protocol, as :func:`kvinterp.patching.highest_kl` has it."""
+        """How far apart the paths of some prompts are in the free protocol, as
+        :func:`kvinterp.patching.highest_kl` has it.
+        """
         adapter, prompts = self.adapter(model), load_prompts(self.prompts)
         options = self.choices("max_new_tokens") | {"protocol": "free"}
         with adapter.one_call():
             for example, key in numbered(keys).items():
-                part = compare_examples(adapter, prompts[example], *paths_of(self.kernels), examples=[example], **options)
+                part = compare_examples(
+                    adapter,
+                    prompts[example],
+                    *paths_of(self.kernels),
+                    examples=[example],
+                    **options,
+                )
                 # A prompt that ends with the prefill's token has no step that could differ.
-                later = part.steps[part.steps["step"] > 0].groupby("example")["kl"].mean().get(example, 0.0)
-                row = part.examples[["example", "id", "prompt_tokens", "steps", "flip_index"]].assign(mean_kl=later)
+                later = (
+                    part.steps[part.steps["step"] > 0]
+                    .groupby("example")["kl"]
+                    .mean()
+                    .get(example, 0.0)
+                )
+                row = part.examples[
+                    ["example", "id", "prompt_tokens", "steps", "flip_index"]
+                ].assign(mean_kl=later)
                 row = part.failures.assign(mean_kl=np.nan) if len(part.failures) else row
                 row.insert(0, "model", adapter.facts.name)
                 keep(key, {"table": row})
@@ -129,25 +173,41 @@ class Localisation(OfModels):
         """Patches and splits one of the chosen examples."""
         adapter, prompts = self.adapter(model), load_prompts(self.prompts)
         paths = zip(("cached", "recompute"), paths_of(self.kernels), strict=True)
-        options = {**dict(paths), **self.choices("max_new_tokens"), "only": [example], "progress": "none"}
+        options = {
+            **dict(paths),
+            **self.choices("max_new_tokens"),
+            "only": [example],
+            "progress": "none",
+        }
         tables, told = list[Tables](), dict[str, Any]()
         for part in dict.fromkeys(self.part):
             if part == SPLIT:
                 split = decompose(adapter, prompts, **options)
-                made, told[part] = {"decomposition": split.steps, "layers": split.layers}, split.provenance
+                made, told[part] = (
+                    {"decomposition": split.steps, "layers": split.layers},
+                    split.provenance,
+                )
             else:
                 swept = sweep(adapter, prompts, **options | SETS[part])
-                made = {"recovery": swept.recovery, "steps": swept.steps, "controls": swept.controls}
+                made = {
+                    "recovery": swept.recovery,
+                    "steps": swept.steps,
+                    "controls": swept.controls,
+                }
                 told[part] = swept.provenance
             labels = {"model": adapter.facts.name, "part": part}
-            tables.append({name: table.assign(**labels) for name, table in made.items() if len(table)})
+            tables.append(
+                {name: table.assign(**labels) for name, table in made.items() if len(table)}
+            )
         return stacked(tables), {"model": adapter.facts.name, "parts": told}
 
     def reduce(self, parts: Parts) -> Result:
         """The sweeps and the split of every model, and their tables one below the other."""
         tables, told = gathered(parts)
         found = found_in(tables, told)
-        said = [{"model": model, "part": part, **one.summary()} for (model, part), one in found.items()]
+        said = [
+            {"model": model, "part": part, **one.summary()} for (model, part), one in found.items()
+        ]
         tables["chosen"] = self._chosen(parts).drop(columns="number")
         tables["recovery_by_layer"] = recovery_by_layer(found)
         summary = {
@@ -160,7 +220,7 @@ class Localisation(OfModels):
         }
         return Result(tables, summary)
 
-    # What was found ----------------------------------------------------------------------------------------------------
+    # What was found -------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
         """What the paper's patch and K and V recover with all layers together."""
@@ -168,7 +228,9 @@ class Localisation(OfModels):
         names = {"paper": "the paper's patch", "kv-into-cached": "K and V put into the cached path"}
         for part, name in names.items() if len(table) else ():
             known = table[(table["part"] == part) & (table["defined"] > 0)]
-            found = [whole["median"] for _, mine in known.groupby("model") for whole in _all_layers(mine)]
+            found = [
+                whole["median"] for _, mine in known.groupby("model") for whole in _all_layers(mine)
+            ]
             if found:
                 low, high = percent(min(found)), percent(max(found))
                 said.append(f"{name} {low if low == high else f'{low} to {high}'}")
@@ -185,22 +247,49 @@ class Localisation(OfModels):
             flips, labels = int(group["flip_index"].notna().sum()), int(group["of"].iloc[0])
             note = f"the highest of {counted(labels, 'example')}; {flips} flip a token"
             extra = {"unit": "examples", "measure": "nats", "model": model, "note": note}
-            yield median_of("mean KL of an example that is patched, free protocol", group["mean_kl"], **extra)
+            yield median_of(
+                "mean KL of an example that is patched, free protocol", group["mean_kl"], **extra
+            )
         for (model, part), one in found_in(result.tables, result.summary["told"]).items():
             for row in one.rows():
-                yield {"model": model, "part": part, **row} | ({"part": f"split, {row['part']}"} if part == SPLIT else {})
+                yield {"model": model, "part": part, **row} | (
+                    {"part": f"split, {row['part']}"} if part == SPLIT else {}
+                )
 
     def charts(self, result: Result) -> Charts:
         """The map of all patches, and of each model the paper's patch by example and the split."""
         told, charts = result.summary["told"], dict[str, Chart]()
         found, table = found_in(result.tables, told), result.tables["recovery_by_layer"]
         if len(table):
-            measures = {part: RECOVERED[one.provenance["distance"]] for (_, part), one in found.items() if part != SPLIT}
-            table = table.assign(patch=[f"{row.part}, {row.sweep} ({measures[row.part]})" for row in table.itertuples()])
-            panel = Panel(table, "layer", "patch", "map", "median", facet="model", scale="signed", label="median recovery")
-            charts["localisation"] = Chart("What each patch recovers, layer by layer", [panel], ["in brackets: of what"])
+            measures = {
+                part: RECOVERED[one.provenance["distance"]]
+                for (_, part), one in found.items()
+                if part != SPLIT
+            }
+            table = table.assign(
+                patch=[
+                    f"{row.part}, {row.sweep} ({measures[row.part]})" for row in table.itertuples()
+                ]
+            )
+            panel = Panel(
+                table,
+                "layer",
+                "patch",
+                "map",
+                "median",
+                facet="model",
+                scale="signed",
+                label="median recovery",
+            )
+            charts["localisation"] = Chart(
+                "What each patch recovers, layer by layer", [panel], ["in brackets: of what"]
+            )
         for (model, part), one in found.items():
-            for chart in list(one.charts(of_model(one.provenance)).values())[:1] if part in ("paper", SPLIT) else ():
+            for chart in (
+                list(one.charts(of_model(one.provenance)).values())[:1]
+                if part in ("paper", SPLIT)
+                else ()
+            ):
                 charts[f"localisation_{part}_{[*told].index(model)}"] = chart
         return charts
 
@@ -224,8 +313,13 @@ def found_in(tables: Tables, told: Mapping[str, Mapping[str, Any]]) -> dict[tupl
     """The sweep of each model and part, or its split, of what :func:`gathered` gives."""
     found: dict[tuple[str, str], Any] = {}
     parted = {name: table for name, table in tables.items() if "part" in table}
-    for model, part, about in ((model, *pair) for model, parts in told.items() for pair in parts.items()):
-        own = {name: only(table, model=model, part=part).drop(columns=["model", "part"]) for name, table in parted.items()}
+    for model, part, about in (
+        (model, *pair) for model, parts in told.items() for pair in parts.items()
+    ):
+        own = {
+            name: only(table, model=model, part=part).drop(columns=["model", "part"])
+            for name, table in parted.items()
+        }
         if part == SPLIT:
             found[model, part] = Decomposition(own["decomposition"], own["layers"], about)
         else:
@@ -237,7 +331,11 @@ def found_in(tables: Tables, told: Mapping[str, Mapping[str, Any]]) -> dict[tupl
 
 def recovery_by_layer(found: Mapping[tuple[str, str], Any]) -> pd.DataFrame:
     """What the patches of all models and parts recover, layer by layer."""
-    tables = [one.aggregate().assign(model=model, part=part) for (model, part), one in found.items() if part != SPLIT]
+    tables = [
+        one.aggregate().assign(model=model, part=part)
+        for (model, part), one in found.items()
+        if part != SPLIT
+    ]
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
@@ -251,9 +349,15 @@ def chosen_of(ranked: pd.DataFrame, count: int) -> pd.DataFrame:
     Returns:
         Their rows, the highest first, with rank, of (how many there were) and why.
     """
-    ordered = ranked.dropna(subset=["mean_kl"]).sort_values(["number", "mean_kl", "example"], ascending=[True, False, True])
+    ordered = ranked.dropna(subset=["mean_kl"]).sort_values(
+        ["number", "mean_kl", "example"], ascending=[True, False, True]
+    )
     groups = ordered.groupby("number")
     placed = ordered.assign(of=groups["example"].transform("size"), rank=groups.cumcount() + 1)
     best = placed[placed["rank"] <= count].reset_index(drop=True)
     by = "by the mean KL of the steps after the prefill, free protocol"
-    return best.assign(why=[f"number {rank} of {of} {by}" for rank, of in zip(best["rank"], best["of"], strict=True)])
+    return best.assign(
+        why=[
+            f"number {rank} of {of} {by}" for rank, of in zip(best["rank"], best["of"], strict=True)
+        ]
+    )

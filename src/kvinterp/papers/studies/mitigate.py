@@ -1,10 +1,12 @@
-"""Measure how much of the cached path's divergence each mitigation removes, and what it costs in computation and memory.
+"""Measure how much of the cached path's divergence each mitigation removes, and what it costs in
+computation and memory.
 
-Every path is fed the tokens of a recompute path with the same kernels. What remains of its divergence from that path is
-what the mitigation leaves; its distance from float64 is given too. Computation is counted in rows that each block
-processes per new token, memory in bytes per token that a real cache would store. Then each policy on K and V (a
-compression) is combined with the choice of path: does its error add to that of decoding from a cache, or does one make
-the other larger?
+Every path is fed the tokens of a recompute path with the same kernels. What remains of its
+divergence from that path is what the mitigation leaves; its distance from float64 is given too.
+Computation is counted in rows that each block processes per new token, memory in bytes per token
+that a real cache would store. Then each policy on K and V (a compression) is combined with the
+choice of path: does its error add to that of decoding from a cache, or does one make the other
+larger?
 """
 
 from __future__ import annotations
@@ -73,7 +75,8 @@ class Mitigate(OfModel):
         empty="refused",
     )
     policy: tuple[str, ...] = option(
-        ("int8", "int4"), "A policy to combine with cached and recompute; may be given several times."
+        ("int8", "int4"),
+        "A policy to combine with cached and recompute; may be given several times.",
     )
     max_new_tokens: int = option(24, "The most tokens to decode per prompt.", min=2)
 
@@ -85,7 +88,10 @@ class Mitigate(OfModel):
                 raise InputError(
                     f"path {str(path)!r} is no mitigation of the cached path: expected cached[...], as in cached[refresh=4]."
                 )
-            pairs[f"path {path}"] = str(Recompute(dtype=path.dtype, kernels=path.kernels)), str(path)
+            pairs[f"path {path}"] = (
+                str(Recompute(dtype=path.dtype, kernels=path.kernels)),
+                str(path),
+            )
             pairs[f"truth {path}"] = TRUTH, str(path)
         for policy in map(policy_named, self.policy):
             if policy.evicts or policy.sites:
@@ -105,18 +111,36 @@ class Mitigate(OfModel):
 
     def measured(self, what: str, a: str, b: str) -> pd.DataFrame:
         """One path beside its reference: a row a prompt, over the steps from 1 on."""
-        adapter, prompts, options = self.adapter(), load_prompts(self.prompts), self.choices("max_new_tokens")
+        adapter, prompts, options = (
+            self.adapter(),
+            load_prompts(self.prompts),
+            self.choices("max_new_tokens"),
+        )
         steps = compare_examples(adapter, prompts, a, b, **options).steps.query("step > 0")
         steps = steps.assign(
-            squared=steps["rms_logit"] ** 2, differs=steps["max_abs_logit"] > 0, flip=~steps["top1_agree"].astype(bool)
+            squared=steps["rms_logit"] ** 2,
+            differs=steps["max_abs_logit"] > 0,
+            flip=~steps["top1_agree"].astype(bool),
         )
         by = steps.groupby("example")
-        table = by[["kl", "squared"]].mean().join(by[["differs", "flip"]].sum()).assign(steps=by.size()).reset_index()
+        table = (
+            by[["kl", "squared"]]
+            .mean()
+            .join(by[["differs", "flip"]].sum())
+            .assign(steps=by.size())
+            .reset_index()
+        )
         # Only a mitigation has a cost that is asked for.
-        rows, bytes_ = _cost(adapter, prompts[0], b, **options) if what.startswith("path") else (np.nan, np.nan)
+        rows, bytes_ = (
+            _cost(adapter, prompts[0], b, **options)
+            if what.startswith("path")
+            else (np.nan, np.nan)
+        )
         what, _, of = what.partition(" ")
         # What is said of the path is the same on each of its lines.
-        return table.assign(what=what, of=of, reference=a, path=b, rows_a_token=rows, bytes_a_token=bytes_)
+        return table.assign(
+            what=what, of=of, reference=a, path=b, rows_a_token=rows, bytes_a_token=bytes_
+        )
 
     def tables(self, parts: Parts) -> Tables:
         """What each leaves and costs, and how each policy's error goes with the path's."""
@@ -131,14 +155,20 @@ class Mitigate(OfModel):
         """How many prompts there are too."""
         return {"prompts": int(tables["examples"]["example"].nunique()), **super().summary(tables)}
 
-    # What was found ----------------------------------------------------------------------------------------------------
+    # What was found -------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
         """Which path leaves least."""
         table = result.tables["mitigations"]
-        least = table.sort_values(["mean_kl", "rows_a_token", "bytes_a_token"], kind="stable").iloc[0]
+        least = table.sort_values(["mean_kl", "rows_a_token", "bytes_a_token"], kind="stable").iloc[
+            0
+        ]
         alike = int((table["mean_kl"] == least["mean_kl"]).sum())
-        who = f"{least['path']} leaves" if alike == 1 else f"{least['path']} and {counted(alike - 1, 'other')} leave"
+        who = (
+            f"{least['path']} leaves"
+            if alike == 1
+            else f"{least['path']} and {counted(alike - 1, 'other')} leave"
+        )
         left = f"KL {number(least['mean_kl'])} nats" if least["differ"] else "nothing, bit for bit"
         return [
             f"Of {counted(len(table), 'path')}, {who} least of the divergence from the path's own recompute path: {left} "
@@ -153,17 +183,35 @@ class Mitigate(OfModel):
             yield nats("median KL left, of the path's own recompute path", row["typical_kl"], (row["low"], row["high"]),
                        note=FRONT if row["pareto"] else "")  # fmt: skip
             yield nats("mean KL left", row["mean_kl"])
-            yield of_path("flips", row["flips"] / max(row["steps"], 1), n=row["steps"], unit="steps", measure="%")
+            yield of_path(
+                "flips",
+                row["flips"] / max(row["steps"], 1),
+                n=row["steps"],
+                unit="steps",
+                measure="%",
+            )
             yield nats("mean KL from float64", row["truth_kl"])
             yield from (of_path(what, row[cost]) for cost, what in COSTS.items())
         for row in result.tables["interactions"].to_dict("records"):
-            word = "more than their sum" if row["low"] > 0 else "less than their sum" if row["high"] < 0 else ""
-            word = word or ("too few prompts" if pd.isna(row["low"]) else "not told apart from their sum")
+            word = (
+                "more than their sum"
+                if row["low"] > 0
+                else "less than their sum"
+                if row["high"] < 0
+                else ""
+            )
+            word = word or (
+                "too few prompts" if pd.isna(row["low"]) else "not told apart from their sum"
+            )
             what = "median of the squared logit error of policy and path together, less each alone"
-            yield finding_from(row, what, "contrast", n=row["prompts"], verdict=word, policy=row["policy"])
+            yield finding_from(
+                row, what, "contrast", n=row["prompts"], verdict=word, policy=row["policy"]
+            )
 
     def charts(self, result: Result) -> Charts:
-        """Divergence left against rows computed; and of policies and paths where they were crossed."""
+        """Divergence left against rows computed; and of policies and paths where they were
+        crossed.
+        """
         table = result.tables["mitigations"]
         table = table.assign(line=table["pareto"].map({True: FRONT, False: "behind it"}))
         dots = functools.partial(Panel, y="path", kind="dots", color="line")
@@ -188,13 +236,17 @@ class Mitigate(OfModel):
 
 
 def _cost(adapter: Any, prompt: Any, text: str, max_new_tokens: int) -> tuple[float, float]:
-    """Rows that the first block is given for each token decoded after the prefill, and bytes that a cache stores of a token."""
+    """Rows that the first block is given for each token decoded after the prefill, and bytes that a
+    cache stores of a token.
+    """
     path, counts = path_named(text), list[int]()
     compute_dtype, store_dtype = dtype_named(path.dtype), dtype_named(path.cache_dtype)
     running = adapter if compute_dtype is None else adapter.at(compute_dtype)
 
     def count(_: Any, args: Any, kwargs: Any) -> None:
-        stream = next(argument for argument in (*args, *kwargs.values()) if hasattr(argument, "shape"))
+        stream = next(
+            argument for argument in (*args, *kwargs.values()) if hasattr(argument, "shape")
+        )
         counts.append(stream.shape[:2].numel())
 
     handle = next(iter(running.blocks)).register_forward_pre_hook(count, with_kwargs=True)
@@ -207,22 +259,26 @@ def _cost(adapter: Any, prompt: Any, text: str, max_new_tokens: int) -> tuple[fl
         of_policy = path.policy.bits_stored(tensor, facts.head_dim)
         plain = 8 * (store_dtype or path.kernels.compute_dtype(running.dtype)).itemsize
         bits += plain if of_policy is None else of_policy
-    return sum(counts[1:]) / max(decoded, 1), bits * facts.head_dim * facts.kv_heads * facts.layers / 8
+    return sum(counts[1:]) / max(
+        decoded, 1
+    ), bits * facts.head_dim * facts.kv_heads * facts.layers / 8
 
 
-# What the pairs say ------------------------------------------------------------------------------------------------------
+# What the pairs say -------------------------------------------------------------------------------
 
 
 def costs_of(examples: pd.DataFrame) -> pd.DataFrame:
     """What each mitigation leaves of the divergence, and what it costs.
 
     Args:
-        examples: A row a pair and prompt: what, path, kl, squared, differs, flip, steps, rows_a_token, bytes_a_token.
+        examples: A row a pair and prompt: what, path, kl, squared, differs, flip, steps,
+            rows_a_token, bytes_a_token.
 
     Returns:
-        One row a path: reference, prompts, steps, mean_kl (nats, of prompts' means), typical_kl (their
-        median) with its 95% interval over prompts (low, high), rms_logit, differ (steps whose logits differ), flips, truth_kl
-        and truth_rms_logit (from float64), rows_a_token, bytes_a_token.
+        One row a path: reference, prompts, steps, mean_kl (nats, of prompts' means), typical_kl
+        (their median) with its 95% interval over prompts (low, high), rms_logit, differ (steps
+        whose logits differ), flips, truth_kl and truth_rms_logit (from float64), rows_a_token,
+        bytes_a_token.
     """
     rows = []
     for path, group in examples[examples["what"] == "path"].groupby("path", sort=False):
@@ -233,7 +289,13 @@ def costs_of(examples: pd.DataFrame) -> pd.DataFrame:
                 **first[["path", "reference"]],
                 "prompts": len(group),
                 "steps": group["steps"].sum(),
-                **dict(zip(("mean_kl", "typical_kl", "low", "high"), metrics.typical(group["kl"])[:4], strict=True)),
+                **dict(
+                    zip(
+                        ("mean_kl", "typical_kl", "low", "high"),
+                        metrics.typical(group["kl"])[:4],
+                        strict=True,
+                    )
+                ),
                 "rms_logit": np.sqrt(group["squared"].mean()),
                 "differ": group["differs"].sum(),
                 "flips": group["flip"].sum(),
@@ -246,28 +308,60 @@ def costs_of(examples: pd.DataFrame) -> pd.DataFrame:
 
 
 def pareto(costs: pd.DataFrame) -> pd.DataFrame:
-    """The table with ``pareto``: whether no other path leaves, computes and stores as little, and less of one of them."""
+    """The table with ``pareto``: whether no other path leaves, computes and stores as little, and
+    less of one of them.
+    """
     three = costs[["mean_kl", "rows_a_token", "bytes_a_token"]].to_numpy(float)
-    return costs.assign(pareto=[not ((three <= one).all(1) & (three < one).any(1)).any() for one in three])
+    return costs.assign(
+        pareto=[not ((three <= one).all(1) & (three < one).any(1)).any() for one in three]
+    )
 
 
 def interactions_of(examples: pd.DataFrame) -> pd.DataFrame:
-    """Whether a policy's error and the path's add up, in mean squares of the logits' difference from the plain recompute path.
+    """Whether a policy's error and the path's add up, in mean squares of the logits' difference
+    from the plain recompute path.
 
-    Independent errors add in their squares. The contrast is both together, less the policy alone (on the recompute path), less
-    the path alone (cached, no policy); the cell without either is 0.
+    Independent errors add in their squares. The contrast is both together, less the policy alone
+    (on the recompute path), less the path alone (cached, no policy); the cell without either is 0.
 
     Returns:
-        One row a policy: prompts, policy_alone, path_alone, both (logits squared, means of prompts), contrast, its
-        median over prompts with the 95% interval (low, high), and ratio, both over the sum of the two.
+        One row a policy: prompts, policy_alone, path_alone, both (logits squared, means of
+        prompts), contrast, its median over prompts with the 95% interval (low, high), and ratio,
+        both over the sum of the two.
     """
     path = examples[examples["what"] == "neither"].set_index("example")["squared"]
     rows = []
-    for policy, group in examples[examples["what"].isin(["alone", "both"])].groupby("of", sort=False):
-        alone, both = (group[group["what"] == what].set_index("example")["squared"] for what in ("alone", "both"))
+    for policy, group in examples[examples["what"].isin(["alone", "both"])].groupby(
+        "of", sort=False
+    ):
+        alone, both = (
+            group[group["what"] == what].set_index("example")["squared"]
+            for what in ("alone", "both")
+        )
         contrast = metrics.typical(both - alone - path.reindex(both.index))
         added = alone.mean() + path.mean()
         ratio = both.mean() / added if added > 0 else np.nan
-        rows.append((policy, len(both), alone.mean(), path.mean(), both.mean(), contrast.median, *contrast.interval, ratio))
-    names = ["policy", "prompts", "policy_alone", "path_alone", "both", "contrast", "low", "high", "ratio"]
+        rows.append(
+            (
+                policy,
+                len(both),
+                alone.mean(),
+                path.mean(),
+                both.mean(),
+                contrast.median,
+                *contrast.interval,
+                ratio,
+            )
+        )
+    names = [
+        "policy",
+        "prompts",
+        "policy_alone",
+        "path_alone",
+        "both",
+        "contrast",
+        "low",
+        "high",
+        "ratio",
+    ]
     return pd.DataFrame(rows, columns=names)

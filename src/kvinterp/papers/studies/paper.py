@@ -1,10 +1,13 @@
-"""Write the FP16 paper's three tables and five figures with your models, the paper's own numbers beside them.
+"""Write the FP16 paper's three tables and five figures with your models, the paper's own numbers
+beside them.
 
-The paper is arXiv 2604.15409. Its tables 1 to 3 and figures 1 to 5 have their names and columns here, and each table ends with
-a control that the paper lacks: the same number where both paths are fed the same tokens, so that it is rounding and not two
-different texts. --preset quick takes small trained models and minutes, real takes SmolLM2 and hours, paper the paper's own
-models, problems and counts. Steps are counted as the paper counts them: its step 0 is the first that a cache decides, which is
-step 1 elsewhere in kvinterp, where the prefill's token is step 0.
+The paper is arXiv 2604.15409. Its tables 1 to 3 and figures 1 to 5 have their names and columns
+here, and each table ends with
+a control that the paper lacks: the same number where both paths are fed the same tokens, so that it
+is rounding and not two different texts. --preset quick takes small trained models and minutes, real
+takes SmolLM2 and hours, paper the paper's own models, problems and counts. Steps are counted as the
+paper counts them: its step 0 is the first that a cache decides, which is step 1 elsewhere in
+kvinterp, where the prefill's token is step 0.
 """
 
 from __future__ import annotations
@@ -61,7 +64,13 @@ from kvinterp.papers.behaviour.divergence import (
 )
 from kvinterp.papers.studies.behaviour import Behaviour, failures_of
 from kvinterp.papers.studies.layer_drift import NULL, ONE_STEP, LayerDrift
-from kvinterp.papers.studies.localisation import Localisation, chosen_of, found_in, gathered, recovery_by_layer
+from kvinterp.papers.studies.localisation import (
+    Localisation,
+    chosen_of,
+    found_in,
+    gathered,
+    recovery_by_layer,
+)
 
 log = logging.getLogger("kvinterp")
 
@@ -99,8 +108,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "block": 20,
     },
 }
-"""What each preset runs. How many examples the paper ran in FP32, drifted and patched is not said in the text that we have, nor
-are top_k's and top_p's constants: ``few`` (those of the highest KL, where the paper chose so) and the two strategies are ours."""
+"""What each preset runs. How many examples the paper ran in FP32, drifted and patched is not said
+in the text that we have, nor are top_k's and top_p's constants: ``few`` (those of the highest KL,
+where the paper chose so) and the two strategies are ours."""
 
 PAPER = """
 architecture,paper,strategy,mean_kl,mean_kl_low,mean_kl_high,cache_acc,no_cache_acc,trend
@@ -114,11 +124,15 @@ Gemma2ForCausalLM,Gemma-2-2B,greedy,12.66,12.62,12.70,.019,.021,strengthens
 Gemma2ForCausalLM,Gemma-2-2B,top_k,12.80,12.76,12.84,.039,.011,strengthens
 Gemma2ForCausalLM,Gemma-2-2B,top_p,12.83,12.79,12.86,.033,.013,strengthens
 """
-"""The paper's Table 1, by the architecture of its models, and the last column of its Table 3. In every condition all of its
-decodes diverge, and in FP32 none flips; the other numbers of its Tables 2 and 3 are lost in the text that we have."""
+"""The paper's Table 1, by the architecture of its models, and the last column of its Table 3. In
+every condition all of its decodes diverge, and in FP32 none flips; the other numbers of its Tables
+2 and 3 are lost in the text that we have."""
 
 RESAMPLES = 1000
-PROTOCOLS = {"free": "each path its own text, as in the paper", "matched": "control: the same tokens"}
+PROTOCOLS = {
+    "free": "each path its own text, as in the paper",
+    "matched": "control: the same tokens",
+}
 _PATCHES = {
     ("paper", "single"): "the paper's patch, one layer",
     ("paper", "cumulative"): "the paper's patch, layers 0 to this one",
@@ -142,10 +156,16 @@ class Paper(OfModels):
     NOTED = ("kernels", "strategies", "seeds", "max_new_tokens")
     PARTIAL = "yes"
 
-    models: tuple[str, ...] = argument((), "zoo:NAME, checkpoint folders or hub ids. Default: the preset's.")
-    preset: str = option("quick", "How much is run: quick, real or paper.", among=("quick", "real", "paper"))
+    models: tuple[str, ...] = argument(
+        (), "zoo:NAME, checkpoint folders or hub ids. Default: the preset's."
+    )
+    preset: str = option(
+        "quick", "How much is run: quick, real or paper.", among=("quick", "real", "paper")
+    )
     prompts: str = option("", "Prompts, as for other studies. Default: the preset's.")
-    strategies: tuple[str, ...] = option((), "How tokens are chosen. Default: the preset's three.", flag="--strategy")
+    strategies: tuple[str, ...] = option(
+        (), "How tokens are chosen. Default: the preset's three.", flag="--strategy"
+    )
     seeds: int = option(0, "Seeds for each sampled strategy. Default: the preset's.")
     max_new_tokens: int = option(0, "The most tokens to generate per text. Default: the preset's.")
     kernels: str = option("native", "Kernels for both paths, such as batch_invariant.")
@@ -164,14 +184,23 @@ class Paper(OfModels):
 
     def _shared(self) -> dict[str, Any]:
         """The choices that the studies have in common."""
-        return self.choices("models", "prompts", "kind", "device", "attention", "kernels", "max_new_tokens")
+        return self.choices(
+            "models", "prompts", "kind", "device", "attention", "kernels", "max_new_tokens"
+        )
 
     def _decoding(self) -> dict[str, Behaviour]:
         """The decodes in FP16 and in FP32, by what begins the keys of their cells."""
-        choices = self._shared() | {"strategies": self.strategies, "block": PRESETS[self.preset]["block"], "controls": 0}
+        choices = self._shared() | {
+            "strategies": self.strategies,
+            "block": PRESETS[self.preset]["block"],
+            "controls": 0,
+        }
         if sampled(*self.strategies):
             choices["seeds"] = self.seeds
-        return {dtype: Behaviour(**choices, stop="length", dtype=dtype) for dtype in ("float16", "float32")}
+        return {
+            dtype: Behaviour(**choices, stop="length", dtype=dtype)
+            for dtype in ("float16", "float32")
+        }
 
     def _drift(self) -> LayerDrift:
         # Only the paper's decode step 1 is shown.
@@ -180,10 +209,13 @@ class Paper(OfModels):
 
     def _patching(self) -> Localisation:
         preset = PRESETS[self.preset]
-        few = {"count": preset["few"], "max_new_tokens": min(preset["patched_steps"], self.max_new_tokens)}
+        few = {
+            "count": preset["few"],
+            "max_new_tokens": min(preset["patched_steps"], self.max_new_tokens),
+        }
         return Localisation(**self._shared() | few, part=("paper", "kv-into-cached"))
 
-    # What is run ---------------------------------------------------------------------------------------------------------
+    # What is run ----------------------------------------------------------------------------------
 
     def cells(self) -> list[Cell]:
         """The decodes, in FP32 those of a few examples; an interrupted run has some of both."""
@@ -194,17 +226,25 @@ class Paper(OfModels):
                 first, most = cell.settings["first"], cell.settings["most"]
                 if (most := min(most, few - first) if dtype == "float32" else most) > 0:
                     settings = {**cell.settings, "most": most}
-                    cells.append(dataclasses.replace(cell, key=f"{dtype}-{cell.key}", settings=settings))
+                    cells.append(
+                        dataclasses.replace(cell, key=f"{dtype}-{cell.key}", settings=settings)
+                    )
         return sorted(cells, key=lambda cell: cell.settings["first"])
 
     def second_stage(self, parts: Parts) -> list[Cell]:
-        """Drift and patches of the examples whose decodes by the first strategy are the furthest apart."""
+        """Drift and patches of the examples whose decodes by the first strategy are the furthest
+        apart.
+        """
         decodes, _ = decodes_of(parts, "float16")
         numbers = {adapter.facts.name: number for number, _, adapter in self.numbered_models()}
         first = only(decodes, protocol="free", strategy=decodes["strategy"].iloc[0], seed=0)
-        chosen = chosen_of(first.assign(number=first["model"].map(numbers)), PRESETS[self.preset]["few"])
+        chosen = chosen_of(
+            first.assign(number=first["model"].map(numbers)), PRESETS[self.preset]["few"]
+        )
         keys = {f"layer-drift-{row.number}-{row.example}" for row in chosen.itertuples()}
-        return [cell for cell in self._drift().cells() if cell.key in keys] + self._patching().patches(chosen)
+        return [
+            cell for cell in self._drift().cells() if cell.key in keys
+        ] + self._patching().patches(chosen)
 
     def _log_estimate(self) -> None:
         """Says how long all of it will take, by a few steps of each model."""
@@ -214,22 +254,44 @@ class Paper(OfModels):
         steps = (len(prompts) + few) * decodes * self.max_new_tokens
         for adapter in self.adapters():
             begun = time.perf_counter()
-            compare_examples(adapter, prompts[0], *paths_of(self.kernels), max_new_tokens=4, stop="length")
+            compare_examples(
+                adapter, prompts[0], *paths_of(self.kernels), max_new_tokens=4, stop="length"
+            )
             patched = few * adapter.facts.layers * min(preset["patched_steps"], self.max_new_tokens)
-            # Where no token flips the free protocol costs nothing; where all decodes flip, the recompute path runs twice more.
-            seconds += np.array([steps + patched, 3 * steps + patched]) * (time.perf_counter() - begun) / 4
-        low, high = (f"{each / 60:.0f} minutes" if each < 7200 else f"{each / 3600:.0f} hours" for each in seconds)
-        log.info("%s here if no token flips, up to %s if all decodes do; what is finished is not done again", low, high)
+            # Where no token flips the free protocol costs nothing; where all decodes flip, the
+            # recompute path runs twice more.
+            seconds += (
+                np.array([steps + patched, 3 * steps + patched]) * (time.perf_counter() - begun) / 4
+            )
+        low, high = (
+            f"{each / 60:.0f} minutes" if each < 7200 else f"{each / 3600:.0f} hours"
+            for each in seconds
+        )
+        log.info(
+            "%s here if no token flips, up to %s if all decodes do; what is finished is not done again",
+            low,
+            high,
+        )
 
-    # What it comes to ----------------------------------------------------------------------------------------------------
+    # What it comes to -----------------------------------------------------------------------------
 
     def tables(self, parts: Parts) -> Tables:
         """The paper's tables, and what its figures show."""
         fp16 = decodes_of(parts, "float16")
-        both = {"fp16": fp16, "fp32": decodes_of(parts, "float32")} if any(key[:7] == "float32" for key in parts) else {}
-        facts = [{"model": adapter.facts.name, "architecture": adapter.facts.architecture} for adapter in self.adapters()]
+        both = (
+            {"fp16": fp16, "fp32": decodes_of(parts, "float32")}
+            if any(key[:7] == "float32" for key in parts)
+            else {}
+        )
+        facts = [
+            {"model": adapter.facts.name, "architecture": adapter.facts.architecture}
+            for adapter in self.adapters()
+        ]
         papers = pd.DataFrame(facts).merge(pd.read_csv(io.StringIO(PAPER)), on="architecture")
-        by_step, boundary = kl_by_step_of(fp16[1]).merge(mean_by_step(fp16[1])), boundary_tables(*fp16)
+        by_step, boundary = (
+            kl_by_step_of(fp16[1]).merge(mean_by_step(fp16[1])),
+            boundary_tables(*fp16),
+        )
         flips = boundary["flips"]
         boundary["flips"] = flips.assign(flip_index=flips["flip_index"] - 1)
         return {
@@ -247,7 +309,10 @@ class Paper(OfModels):
         if not (drifted := those(parts, "layer-drift-")):
             return pd.DataFrame()
         table = only(self._drift().tables(drifted)["drift_by_layer"], selection=ONE_STEP)
-        table = table[table["measure"].isin(["l2", "cosine", "cosine_distance"]) & (table["protocol"] != "matched")]
+        table = table[
+            table["measure"].isin(["l2", "cosine", "cosine_distance"])
+            & (table["protocol"] != "matched")
+        ]
         return table.assign(rows=table["rule"].where(table["protocol"] != NULL, NULL))
 
     def _recovery(self, parts: Parts) -> pd.DataFrame:
@@ -258,25 +323,40 @@ class Paper(OfModels):
             return table
         names = [_PATCHES[place] for place in zip(table["part"], table["sweep"], strict=True)]
         every = gathered(patched)[0]["recovery"]
-        whys = every[every["why"] != ""].groupby(["model", "part"])["why"].first().str.split(":").str[0]
+        whys = (
+            every[every["why"] != ""]
+            .groupby(["model", "part"])["why"]
+            .first()
+            .str.split(":")
+            .str[0]
+        )
         table = ends_of(table, "interval").assign(patch=names).join(whys, on=["model", "part"])
         table["why"] = [
-            f"{row.defined} of {row.examples} have a recovery: {row.why}" if row.defined < row.examples else ""
+            f"{row.defined} of {row.examples} have a recovery: {row.why}"
+            if row.defined < row.examples
+            else ""
             for row in table.itertuples()
         ]
-        return table[["model", "patch", "layer", "examples", "defined", "median", "low", "high", "why"]]
+        return table[
+            ["model", "patch", "layer", "examples", "defined", "median", "low", "high", "why"]
+        ]
 
     def noted(self) -> dict[str, Any]:
         """The preset's choices that no option shows, too."""
-        return super().noted() | {name: PRESETS[self.preset][name] for name in ("few", "patched_steps")}
+        return super().noted() | {
+            name: PRESETS[self.preset][name] for name in ("few", "patched_steps")
+        }
 
-    # What was found ------------------------------------------------------------------------------------------------------
+    # What was found -------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
         """Table 1 beside its control, in a sentence."""
         table = result.tables["table_1"]
         flips, decodes = (table["div_rate"] * table["decodes"]).sum(), int(table["decodes"].sum())
-        free, same = (between(table[name].dropna().tolist() or [np.nan]) for name in ("mean_kl", "same_tokens"))
+        free, same = (
+            between(table[name].dropna().tolist() or [np.nan])
+            for name in ("mean_kl", "same_tokens")
+        )
         lines = [f"A token flips in {flips:.0f} of {counted(decodes, 'decode')}: measured as in the paper, each path on its own "
                  f"text, the mean KL is {free} nats; fed the same tokens it is {same}."]  # fmt: skip
         return lines + failures_of(result)
@@ -298,18 +378,35 @@ class Paper(OfModels):
                 if not own or isinstance(row["paper"], str)
             ]
             table = Table([*map(Column, columns)], rows, name=f"paper-{name}", look="cards")
-            note = note if rows else "Nothing to show: no token flips, or nothing in FP32 is finished yet."
-            parts += [Text(f"{name.replace('_', ' ').capitalize()}. {caption}", look="h2"), table, Text(note, look="note")]
+            note = (
+                note
+                if rows
+                else "Nothing to show: no token flips, or nothing in FP32 is finished yet."
+            )
+            parts += [
+                Text(f"{name.replace('_', ' ').capitalize()}. {caption}", look="h2"),
+                table,
+                Text(note, look="note"),
+            ]
         return parts
 
     def charts(self, result: Result) -> Charts:
         """The paper's five figures."""
         tables, counted_so = result.tables, "steps counted as in the paper"
-        first, fifth, models = tables["figure_1"], tables["figure_5"], titled(tables["figure_1"], "n_examples")
+        first, fifth, models = (
+            tables["figure_1"],
+            tables["figure_5"],
+            titled(tables["figure_1"], "n_examples"),
+        )
         flips = tables["figure_4_flips"]
-        none = [bare(model) for model in tables["table_1"]["model"].unique() if model not in set(flips["model"])]
+        none = [
+            bare(model)
+            for model in tables["table_1"]["model"].unique()
+            if model not in set(flips["model"])
+        ]
         about = next(iter(result.provenances().values()))
-        # One less than there are, which the prefill decides, and one less for where counting begins.
+        # One less than there are, which the prefill decides, and one less for where counting
+        # begins.
         last = min(about["patched_steps"], about["max_new_tokens"]) - 2
         figures: dict[str, tuple[str, list[Panel], list[str]]] = {
             "figure_1": ("KL at every decode step", [
@@ -339,15 +436,18 @@ class Paper(OfModels):
                 "bars: 95% intervals of medians"]),
         }  # fmt: skip
         return {
-            name: Chart(f"Figure {name[-1]}. {title}", panels, notes) for name, (title, panels, notes) in figures.items()
+            name: Chart(f"Figure {name[-1]}. {title}", panels, notes)
+            for name, (title, panels, notes) in figures.items()
         }
 
 
-# Tables ------------------------------------------------------------------------------------------------------------------
+# Tables -------------------------------------------------------------------------------------------
 
 
 def decodes_of(parts: Parts, dtype: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The decodes in a precision and their steps in both protocols; the mean KL is that of the steps that the paper counts."""
+    """The decodes in a precision and their steps in both protocols; the mean KL is that of the
+    steps that the paper counts.
+    """
     tables = joined(parts, f"{dtype}-")
     steps = with_free_steps(tables["decodes"], tables["steps"])
     means = steps[steps["step"] > 0].groupby([*DECODE, "protocol"])["kl"].mean().rename("mean_kl")
@@ -355,29 +455,40 @@ def decodes_of(parts: Parts, dtype: str) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def mean_kl_of(decodes: pd.DataFrame, seeds: int) -> tuple[float, float, float]:
-    """The mean KL with its interval as the paper takes it: run pairs are resampled as if each were independent of the others.
+    """The mean KL with its interval as the paper takes it: run pairs are resampled as if each were
+    independent of the others.
 
     Args:
         decodes: Some decodes.
         seeds: How often a greedy decode counts, which draws nothing: once a seed.
     """
-    kl = decodes["mean_kl"].repeat(np.where(decodes["strategy"] == "greedy", seeds, 1)).dropna().to_numpy(float)
+    kl = (
+        decodes["mean_kl"]
+        .repeat(np.where(decodes["strategy"] == "greedy", seeds, 1))
+        .dropna()
+        .to_numpy(float)
+    )
     if len(kl) < 2:
         return kl.mean() if len(kl) else np.nan, np.nan, np.nan
     random = np.random.default_rng(0)
     with quiet():
-        drawn = stats.bootstrap((kl,), np.mean, method="percentile", n_resamples=RESAMPLES, random_state=random)
+        drawn = stats.bootstrap(
+            (kl,), np.mean, method="percentile", n_resamples=RESAMPLES, random_state=random
+        )
     return kl.mean(), *drawn.confidence_interval
 
 
 def mean_over_prompts(kl: pd.Series, examples: pd.Series) -> tuple[float, float, float]:
-    """The mean KL with its interval, each prompt once: by the mean of its decodes, of which greedy's are copies.
+    """The mean KL with its interval, each prompt once: by the mean of its decodes, of which
+    greedy's are copies.
 
     Args:
         kl: One number a decode.
         examples: The prompt of each.
     """
-    return next(_resampled(kl.groupby(examples).mean().to_frame()).itertuples(index=False, name=None))
+    return next(
+        _resampled(kl.groupby(examples).mean().to_frame()).itertuples(index=False, name=None)
+    )
 
 
 def mean_by_step(steps: pd.DataFrame) -> pd.DataFrame:
@@ -392,12 +503,20 @@ def mean_by_step(steps: pd.DataFrame) -> pd.DataFrame:
     tables = []
     for labels, group in conditions(steps, "model", "strategy", "protocol"):
         means = group.pivot_table("kl", "example", "step", aggfunc="mean")
-        tables.append(_resampled(means).drop(columns="mean_kl").rename_axis("step").reset_index().assign(**labels))
+        tables.append(
+            _resampled(means)
+            .drop(columns="mean_kl")
+            .rename_axis("step")
+            .reset_index()
+            .assign(**labels)
+        )
     return pd.concat(tables, ignore_index=True)
 
 
 def _resampled(means: pd.DataFrame) -> pd.DataFrame:
-    """The mean of every column with the percentile interval of its resampled rows, a row a column; NaN for fewer than FEWEST."""
+    """The mean of every column with the percentile interval of its resampled rows, a row a column;
+    NaN for fewer than FEWEST.
+    """
     values, n = means.to_numpy(float), len(means)
     ends = np.full((2, values.shape[1]), np.nan)
     if n >= FEWEST:
@@ -405,12 +524,20 @@ def _resampled(means: pd.DataFrame) -> pd.DataFrame:
         counts = np.stack([np.bincount(draw, minlength=n) for draw in draws])
         ends = np.quantile(counts @ values / n, (0.025, 0.975), axis=0)
     return pd.DataFrame(
-        dict(zip((f"mean_kl{end}" for end in ENDS), (values.mean(0) if n else ends[0], *ends), strict=True)),
+        dict(
+            zip(
+                (f"mean_kl{end}" for end in ENDS),
+                (values.mean(0) if n else ends[0], *ends),
+                strict=True,
+            )
+        ),
         index=means.columns,
     )
 
 
-def beside(table: pd.DataFrame, papers: pd.DataFrame, on: Sequence[str], **columns: str) -> pd.DataFrame:
+def beside(
+    table: pd.DataFrame, papers: pd.DataFrame, on: Sequence[str], **columns: str
+) -> pd.DataFrame:
     """A table with the paper's numbers, the control's columns behind them."""
     named = papers[["paper", *on, *columns]].drop_duplicates().rename(columns=columns)
     control = [name for name in table if name.startswith("same_tokens")]
@@ -420,7 +547,9 @@ def beside(table: pd.DataFrame, papers: pd.DataFrame, on: Sequence[str], **colum
     return merged[[*merged.columns.drop(control), *control]]
 
 
-def table_1(decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int, papers: pd.DataFrame) -> pd.DataFrame:
+def table_1(
+    decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int, papers: pd.DataFrame
+) -> pd.DataFrame:
     """The paper's Table 1, a row a model and strategy.
 
     Args:
@@ -430,12 +559,16 @@ def table_1(decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int, papers: pd.D
         papers: The paper's numbers, by model and strategy.
 
     Returns:
-        decodes, n (examples), div_rate and mean_kl (free, with the paper's interval), median_kl (over examples, by order
-        statistics), cache_acc, no_cache_acc, p_bonferroni (McNemar's test, or sign flips by example), what the paper has, and
-        same_tokens, the mean KL with both paths fed the same tokens, each example once. Estimates have their ends in _low and
-        _high.
+        decodes, n (examples), div_rate and mean_kl (free, with the paper's interval), median_kl
+        (over examples, by order statistics), cache_acc, no_cache_acc, p_bonferroni (McNemar's test,
+        or sign flips by example), what the paper has, and same_tokens, the mean KL with both paths
+        fed the same tokens, each example once. Estimates have their ends in _low and _high.
     """
-    answers = {"accuracy_a": "cache_acc", "accuracy_b": "no_cache_acc", "p_bonferroni": "p_bonferroni"}
+    answers = {
+        "accuracy_a": "cache_acc",
+        "accuracy_b": "no_cache_acc",
+        "p_bonferroni": "p_bonferroni",
+    }
     right = accuracy_of(decodes)[["model", "strategy", *answers]].rename(columns=answers)
     table = _conditions(decodes, steps, seeds).merge(right, "left", ["model", "strategy"])
     numbers = papers.rename(columns={"strategy": "family"}).assign(div_rate=1.0)
@@ -444,7 +577,9 @@ def table_1(decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int, papers: pd.D
 
 
 def _conditions(decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int) -> pd.DataFrame:
-    """How often and how far the paths part on their own texts, by model and strategy, and the mean KL of both protocols."""
+    """How often and how far the paths part on their own texts, by model and strategy, and the mean
+    KL of both protocols.
+    """
     table = only(divergence_of(decodes, steps), protocol="free").rename(
         columns={"rate": "div_rate", "low": "div_rate_low", "high": "div_rate_high"}
         | {f"typical_kl{end}": f"median_kl{end}" for end in ENDS}
@@ -459,20 +594,28 @@ def _conditions(decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int) -> pd.Da
     for name, estimates in means.items():
         table[[f"{name}{end}" for end in ENDS]] = estimates
     table["family"] = table["strategy"].str.partition("(")[0]
-    numbers = [f"{name}{end}" for name in ("div_rate", "mean_kl", "median_kl", "same_tokens") for end in ENDS]
+    numbers = [
+        f"{name}{end}"
+        for name in ("div_rate", "mean_kl", "median_kl", "same_tokens")
+        for end in ENDS
+    ]
     return table[["model", "strategy", "family", "decodes", "n", *numbers]]
 
 
-def table_2(found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.DataFrame) -> pd.DataFrame:
-    """The paper's Table 2, a row a model: the decodes of all strategies in FP16 and in FP32, of the examples that have both.
+def table_2(
+    found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.DataFrame
+) -> pd.DataFrame:
+    """The paper's Table 2, a row a model: the decodes of all strategies in FP16 and in FP32, of the
+    examples that have both.
 
     Args:
         found: Decodes and steps by precision; empty where none was finished.
         papers: The paper's numbers, by model.
 
     Returns:
-        n (examples), decodes; of each precision the mean KL (free, with the paper's interval) and the share of decodes that
-        flip; what the paper has; the mean KL of each with the same tokens.
+        n (examples), decodes; of each precision the mean KL (free, with the paper's interval) and
+        the share of decodes that flip; what the paper has; the mean KL of each with the same
+        tokens.
     """
     if not found:
         return pd.DataFrame()
@@ -494,17 +637,22 @@ def table_2(found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.D
     return beside(both, papers.assign(fp32_flip=0.0), ["model"], fp32_flip="paper_fp32_flip")
 
 
-def table_3(correlations: pd.DataFrame, models: Sequence[str], papers: pd.DataFrame) -> pd.DataFrame:
-    """The paper's Table 3, a row a model: Pearson's correlation of the first flip's step and the mean KL, strategies pooled.
+def table_3(
+    correlations: pd.DataFrame, models: Sequence[str], papers: pd.DataFrame
+) -> pd.DataFrame:
+    """The paper's Table 3, a row a model: Pearson's correlation of the first flip's step and the
+    mean KL, strategies pooled.
 
     Args:
-        correlations: As :func:`kvinterp.papers.behaviour.boundary.correlations_with_flip` gives them of pooled decodes.
+        correlations: As :func:`kvinterp.papers.behaviour.boundary.correlations_with_flip` gives
+            them of pooled decodes.
         models: Those that have a row, also where no decode flips.
         papers: The paper's trend, by model.
 
     Returns:
-        flips, n (examples); full, without_0 (flips after step 0) and without_8; trend from full to without_0, where that lies
-        outside the interval of full, or why there is none; the paper's; same_tokens, full, of the KL with the same tokens.
+        flips, n (examples); full, without_0 (flips after step 0) and without_8; trend from full to
+        without_0, where that lies outside the interval of full, or why there is none; the paper's;
+        same_tokens, full, of the KL with the same tokens.
     """
     rows = []
     for model in models:
@@ -512,10 +660,24 @@ def table_3(correlations: pd.DataFrame, models: Sequence[str], papers: pd.DataFr
         if group.empty:
             rows.append({"model": model, "flips": 0, "n": 0, "trend": "no decode flips"})
             continue
-        free, same = (only(group, quantity=name).set_index("method") for name in ("mean_kl", "matched_mean_kl"))
+        free, same = (
+            only(group, quantity=name).set_index("method")
+            for name in ("mean_kl", "matched_mean_kl")
+        )
         full, without_0 = free.loc["pearson"], free.loc["restricted>1"]
-        row = {"model": model, "flips": full["n"], "n": full["n_prompts"], "trend": _trend(full, without_0)}
-        estimates = dict(zip(("full", "without_0", "without_8"), (free.loc[method] for method in METHODS), strict=True))
+        row = {
+            "model": model,
+            "flips": full["n"],
+            "n": full["n_prompts"],
+            "trend": _trend(full, without_0),
+        }
+        estimates = dict(
+            zip(
+                ("full", "without_0", "without_8"),
+                (free.loc[method] for method in METHODS),
+                strict=True,
+            )
+        )
         for name, estimate in {**estimates, "same_tokens": same.loc["pearson"]}.items():
             row |= with_ends(name, *estimate[["value", "low", "high"]])
         rows.append(row)
@@ -523,7 +685,9 @@ def table_3(correlations: pd.DataFrame, models: Sequence[str], papers: pd.DataFr
 
 
 def _trend(full: pd.Series, without_0: pd.Series) -> str:
-    """How a correlation changes without the flips at step 0, which only an interval can say; or why nothing is said."""
+    """How a correlation changes without the flips at step 0, which only an interval can say; or why
+    nothing is said.
+    """
     why = full["why"] or without_0["why"]
     if why or without_0["n"] == full["n"]:
         return why or "no flip at step 0"
@@ -534,9 +698,13 @@ def _trend(full: pd.Series, without_0: pd.Series) -> str:
     return "strengthens" if abs(without_0["value"]) > abs(full["value"]) else "weakens"
 
 
-# Figures -----------------------------------------------------------------------------------------------------------------
+# Figures ------------------------------------------------------------------------------------------
 
-METHODS = {"pearson": "full", "restricted>1": "without step 0", "restricted>9": "without steps 0 to 8"}
+METHODS = {
+    "pearson": "full",
+    "restricted>1": "without step 0",
+    "restricted>9": "without steps 0 to 8",
+}
 
 
 def bars_of(table: pd.DataFrame) -> pd.DataFrame:
@@ -550,21 +718,29 @@ def bars_of(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def views_of(tables: Tables) -> list[Panel]:
-    """The four views of Figure 4: flip step and KL, early against late flips, correlations, and the decision boundary."""
+    """The four views of Figure 4: flip step and KL, early against late flips, correlations, and the
+    decision boundary.
+    """
     names = {"mean_kl": PROTOCOLS["free"], "matched_mean_kl": PROTOCOLS["matched"]}
     flips, thirds, correlations, margins = (
         tables[f"figure_4_{name}"] for name in ("flips", "thirds", "correlations", "prediction")
     )
-    points = flips.melt(["flip_index", "model"], list(names), "quantity", "kl").dropna(subset=["kl"])
+    points = flips.melt(["flip_index", "model"], list(names), "quantity", "kl").dropna(
+        subset=["kl"]
+    )
     prompts = flips.groupby("model", sort=False)["example"].nunique()
     of = {model: f"{bare(model)}: {counted(int(count), 'flip')} (n = {prompts[model]})" for model, count in
           flips["model"].value_counts(sort=False).items()}  # fmt: skip
     thirds = thirds.assign(line=_lines(thirds, "strategy", "n_prompts"))
     at = {"margin_at_flip": "at a first flip", "margin_elsewhere": "at other steps"}
     margins = margins.assign(line=_lines(margins, "strategy", "n", "flips"))
-    margins = pd.concat([ends_of(margins, name).rename(columns={name: "margin"}).assign(at=name) for name in at])
+    margins = pd.concat(
+        [ends_of(margins, name).rename(columns={name: "margin"}).assign(at=name) for name in at]
+    )
     correlations = correlations[correlations["method"].isin(METHODS)]
-    correlations = correlations.assign(line=_lines(correlations.replace({"method": METHODS}), "method", "n_prompts"))
+    correlations = correlations.assign(
+        line=_lines(correlations.replace({"method": METHODS}), "method", "n_prompts")
+    )
     dots = functools.partial(Panel, y="line", kind="dots")
     return [
         Panel(points, "flip_index", "kl", "points", color="model", names=of, facet="quantity", titles=names,
@@ -579,10 +755,14 @@ def views_of(tables: Tables) -> list[Panel]:
 
 
 def _lines(table: pd.DataFrame, what: str, n: str, flips: str = "") -> list[str]:
-    """The labels of dots: the model, what a row is of, and how many prompts, and flips, it rests on."""
+    """The labels of dots: the model, what a row is of, and how many prompts, and flips, it rests
+    on.
+    """
     return [
         f"{bare(row['model'])}, {row[what]} "
-        + f"(n = {row[n]}{', ' + counted(row[flips], 'flip') if flips else ''})".replace(" ", "\u00a0")
+        + f"(n = {row[n]}{', ' + counted(row[flips], 'flip') if flips else ''})".replace(
+            " ", "\u00a0"
+        )
         for row in table.to_dict("records")
     ]
 
@@ -590,7 +770,10 @@ def _lines(table: pd.DataFrame, what: str, n: str, flips: str = "") -> list[str]
 def titled(table: pd.DataFrame, n: str) -> dict[str, str]:
     """The titles of panels by model, with how many prompts they rest on."""
     ends = table.groupby("model", sort=False)[n].agg(["min", "max"]) if len(table) else table
-    return {model: f"{bare(model)}, n = {' to '.join(dict.fromkeys(map(str, each)))}" for model, *each in ends.itertuples()}
+    return {
+        model: f"{bare(model)}, n = {' to '.join(dict.fromkeys(map(str, each)))}"
+        for model, *each in ends.itertuples()
+    }
 
 
 def bare(model: str) -> str:
@@ -598,11 +781,13 @@ def bare(model: str) -> str:
     return model.removeprefix("zoo:")
 
 
-# The tables on the page --------------------------------------------------------------------------------------------------
+# The tables on the page ---------------------------------------------------------------------------
 
 
 def written(row: Mapping[str, Any], column: str, own: str) -> str:
-    """A cell of ours (``own`` is empty) or of the paper: an estimate and its interval; one that begins with % is a share."""
+    """A cell of ours (``own`` is empty) or of the paper: an estimate and its interval; one that
+    begins with % is a share.
+    """
     if own and column == "model":
         return f"paper: {row['paper']}"
     if own and column == "strategy":
@@ -612,7 +797,9 @@ def written(row: Mapping[str, Any], column: str, own: str) -> str:
     if isinstance(value, str):
         return value
     form = _share if column[0] == "%" else "{:.4g}".format if own else number
-    return form(value) + ends_said(row.get(f"{name}_low"), row.get(f"{name}_high"), " [{}]", form).replace(" to ", ", ")
+    return form(value) + ends_said(
+        row.get(f"{name}_low"), row.get(f"{name}_high"), " [{}]", form
+    ).replace(" to ", ", ")
 
 
 def _share(value: float) -> str:

@@ -1,10 +1,12 @@
-"""Run the FP16 paper's root-cause experiments and one on grouped-query attention: a table and a figure each.
+"""Run the FP16 paper's root-cause experiments and one on grouped-query attention: a table and a
+figure each.
 
-``accumulation`` (experiment 1 there) is the error of one dot product against its length. ``propagation`` (2) rounds one
-block's output once, everything else in float64, and follows the error. ``kv-write`` (3) compares K and V of a row computed
-alone with those of the same row computed with its prefix. ``ladder`` (5) compares the paths in several precisions and orders
-of additions, one change at a time. ``gqa`` plants the same error in one KV head and measures how far it spreads through the
-query heads that share it.
+``accumulation`` (experiment 1 there) is the error of one dot product against its length.
+``propagation`` (2) rounds one block's output once, everything else in float64, and follows the
+error. ``kv-write`` (3) compares K and V of a row computed alone with those of the same row computed
+with its prefix. ``ladder`` (5) compares the paths in several precisions and orders of additions,
+one change at a time. ``gqa`` plants the same error in one KV head and measures how far it spreads
+through the query heads that share it.
 """
 
 from __future__ import annotations
@@ -67,12 +69,20 @@ class RootCause(OfModels):
         min=1,
         only=used_by("part", "propagation", "kv-write", "gqa"),
     )
-    ladder_prompts: int = option(6, "For ladder: how many of the prompts to run.", min=1, only=used_by("part", "ladder"))
+    ladder_prompts: int = option(
+        6, "For ladder: how many of the prompts to run.", min=1, only=used_by("part", "ladder")
+    )
     ladder_steps: int = option(
-        16, "For ladder: the most tokens to decode per prompt.", min=1, only=used_by("part", "ladder")
+        16,
+        "For ladder: the most tokens to decode per prompt.",
+        min=1,
+        only=used_by("part", "ladder"),
     )
     seeds: int = option(
-        1, "How many sets of prompts to generate, each with its own seed.", min=1, only=used_by("part", *PARTS[1:])
+        1,
+        "How many sets of prompts to generate, each with its own seed.",
+        min=1,
+        only=used_by("part", *PARTS[1:]),
     )
 
     def check(self) -> None:
@@ -81,10 +91,12 @@ class RootCause(OfModels):
         for seed in range(self.seeds):
             load_prompts(prompts_of_seed(self.prompts, seed))
 
-    # What is run ---------------------------------------------------------------------------------------------------------
+    # What is run ----------------------------------------------------------------------------------
 
     def cells(self) -> list[Cell]:
-        """A cell a part, set of prompts and model; gqa has one of all models that differ in nothing but shared heads."""
+        """A cell a part, set of prompts and model; gqa has one of all models that differ in nothing
+        but shared heads.
+        """
         models = self.numbered_models()
         widths = sorted({adapter.facts.head_dim for *_, adapter in models} | set(WIDTHS))
         alike = [
@@ -93,11 +105,15 @@ class RootCause(OfModels):
             if adapter.facts.width == models[0][2].facts.width and not any(adapter.facts.windows)
         ]
         for _, _, adapter in models if "ladder" in self.part else ():
-            encode_all(adapter, load_prompts(self.prompts)[: self.ladder_prompts], self.ladder_steps)
+            encode_all(
+                adapter, load_prompts(self.prompts)[: self.ladder_prompts], self.ladder_steps
+            )
         cells = [Cell("accumulation-0", self.added_up, {"widths": widths})]
         for seed in range(self.seeds):
             for part in PARTS[1:]:
-                groups = [[name] for name in self.models] if part != "gqa" else [alike] * bool(alike)
+                groups = (
+                    [[name] for name in self.models] if part != "gqa" else [alike] * bool(alike)
+                )
                 for number, names in enumerate(groups):
                     settings = {"part": part, "models": names, "seed": seed}
                     cells.append(Cell(f"{part}-{number}-{seed}", self.measured, settings))
@@ -109,22 +125,36 @@ class RootCause(OfModels):
 
     def measured(self, part: str, models: Sequence[str], seed: int) -> pd.DataFrame:
         """The table of one part, on one of the sets of prompts."""
-        adapters, prompts = list(map(self.adapter, models)), load_prompts(prompts_of_seed(self.prompts, seed))
-        first, few = adapters[0], [encode(adapters[0], prompt, 1) for prompt in prompts[: self.few_prompts]]
+        adapters, prompts = (
+            list(map(self.adapter, models)),
+            load_prompts(prompts_of_seed(self.prompts, seed)),
+        )
+        first, few = (
+            adapters[0],
+            [encode(adapters[0], prompt, 1) for prompt in prompts[: self.few_prompts]],
+        )
         if part == "gqa":
             return self._of_seed(root_causes.gqa_spread(adapters, few), seed)
         if part == "ladder":
-            table = root_causes.precision_ladder(first, prompts[: self.ladder_prompts], max_new_tokens=self.ladder_steps)
+            table = root_causes.precision_ladder(
+                first, prompts[: self.ladder_prompts], max_new_tokens=self.ladder_steps
+            )
         else:
-            measure = root_causes.propagation if part == "propagation" else root_causes.kv_write_error
+            measure = (
+                root_causes.propagation if part == "propagation" else root_causes.kv_write_error
+            )
             table = measure(first, few)
         return self._of_seed(table.assign(model=first.facts.name), seed)
 
     def _of_seed(self, table: pd.DataFrame, seed: int) -> pd.DataFrame:
-        """A table with the seed, and with numbers of prompts that no other seed's have, where there are several sets."""
+        """A table with the seed, and with numbers of prompts that no other seed's have, where there
+        are several sets.
+        """
         if self.seeds == 1:
             return table
-        numbers = table[table.columns.intersection(["prompt", "example"])] + seed * len(load_prompts(self.prompts))
+        numbers = table[table.columns.intersection(["prompt", "example"])] + seed * len(
+            load_prompts(self.prompts)
+        )
         return table.assign(**numbers, data_seed=seed)
 
     def tables(self, parts: Parts) -> Tables:
@@ -132,7 +162,7 @@ class RootCause(OfModels):
         tables = {name: joined(parts, name.replace("_", "-")) for name in SHOWN}
         return {name: made["table"] for name, made in tables.items() if made}
 
-    # What was found ------------------------------------------------------------------------------------------------------
+    # What was found -------------------------------------------------------------------------------
 
     def headline(self, result: Result) -> list[str]:
         """What the ladder found first: it takes the cause away; then what each other found."""
@@ -144,7 +174,9 @@ class RootCause(OfModels):
         rows, estimates = _rows(result.tables), collections.defaultdict[Any, list[float]](list)
         by_seed = {name: table for name, table in result.tables.items() if "data_seed" in table}
         for seed in sorted({seed for table in by_seed.values() for seed in table["data_seed"]}):
-            for row in _rows({name: only(table, data_seed=seed) for name, table in by_seed.items()}):
+            for row in _rows(
+                {name: only(table, data_seed=seed) for name, table in by_seed.items()}
+            ):
                 estimates[row["finding"], place(row)].append(row["estimate"])
         for row in rows:
             if len(of_seeds := estimates[row["finding"], place(row)]) > 1:
@@ -154,7 +186,10 @@ class RootCause(OfModels):
 
     def charts(self, result: Result) -> Charts:
         """A chart a part."""
-        return {f"root_cause_{name}": SHOWN[name][2](table) for name, table in _measured(result.tables).items()}
+        return {
+            f"root_cause_{name}": SHOWN[name][2](table)
+            for name, table in _measured(result.tables).items()
+        }
 
 
 def _measured(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
@@ -183,7 +218,7 @@ def prompts_of_seed(prompts: str, seed: int) -> str:
     return f"{name}:{count}:{int(first or 0) + seed}"
 
 
-# What each part found ----------------------------------------------------------------------------------------------------
+# What each part found -----------------------------------------------------------------------------
 
 ERRORS = {"mean_relative": "the terms' magnitudes", "relative_to_result": "the result"}
 """What the error of a sum is relative to."""
@@ -213,14 +248,20 @@ def growth_headline(table: pd.DataFrame) -> list[str]:
         f"{between([row['estimate'] for row in rows if row['finding'] == _what(name)])} times in {name}"
         for name in STREAM.values()
     ]
-    return [f"The error of layer 0's output, rounded once, is at the last layer {listed(grown)} what it was."]
+    return [
+        f"The error of layer 0's output, rounded once, is at the last layer {listed(grown)} what it was."
+    ]
 
 
 def written_headline(table: pd.DataFrame) -> list[str]:
     """Under which kernels K and V differ where they are written."""
     largest = table.groupby("kernels", sort=False)["relative_error"].max()
     differ = [str(name) for name in largest.index[largest > 0]]
-    end = f"differ where they are written under {listed(differ)}" if differ else "are equal under all kernels tried"
+    end = (
+        f"differ where they are written under {listed(differ)}"
+        if differ
+        else "are equal under all kernels tried"
+    )
     return [f"K and V of a new token, computed alone and with its prefix, {end}."]
 
 
@@ -231,10 +272,14 @@ def heads_headline(table: pd.DataFrame) -> list[str]:
     return [f"An error in one KV head reaches so many query heads: {reached}."]
 
 
-def medians(table: pd.DataFrame, what: str, column: str, unit: str, *by: str, **options: Any) -> list[Finding]:
+def medians(
+    table: pd.DataFrame, what: str, column: str, unit: str, *by: str, **options: Any
+) -> list[Finding]:
     """The median over units of a column, for each of the values of some others."""
     groups = conditions(table, *by)
-    return [median_of(what, group[column], group[unit], **labels, **options) for labels, group in groups]
+    return [
+        median_of(what, group[column], group[unit], **labels, **options) for labels, group in groups
+    ]
 
 
 def sums_rows(table: pd.DataFrame) -> list[Finding]:
@@ -246,14 +291,20 @@ def sums_rows(table: pd.DataFrame) -> list[Finding]:
         what = f"error of a sum of {high} terms over that of {low}, relative to {to}"
         for name, group in values.groupby("accumulate", sort=False):
             by = group.pivot(index="seed", columns="length", values=column)
-            rows.append(median_of(what, by[high] / by[low], unit="seeds", measure="times", sum_in=name))
+            rows.append(
+                median_of(what, by[high] / by[low], unit="seeds", measure="times", sum_in=name)
+            )
     return rows
 
 
 def sums_chart(table: pd.DataFrame) -> Chart:
     """Error against length, of scores and of values."""
     table = table[table["head_dim"].isna() | (table["head_dim"] == table["head_dim"].min())]
-    means = table.groupby(["product", "accumulate", "length"], sort=False)[list(ERRORS)].mean().reset_index()
+    means = (
+        table.groupby(["product", "accumulate", "length"], sort=False)[list(ERRORS)]
+        .mean()
+        .reset_index()
+    )
     names = {name: f"sums kept in {name}" for name in dict.fromkeys(means["accumulate"])}
     panel = functools.partial(
         Panel, means, "length", color="accumulate", names=names, facet="product", xscale="doubling",
@@ -276,10 +327,15 @@ def growth_rows(table: pd.DataFrame) -> list[Finding]:
 
 def growth_chart(table: pd.DataFrame) -> Chart:
     """Absolute and relative L2 of the residual stream behind one rounded block."""
-    middle = table.groupby(["model", "source", "layer"], sort=False)[list(STREAM)].median().reset_index()
+    middle = (
+        table.groupby(["model", "source", "layer"], sort=False)[list(STREAM)].median().reset_index()
+    )
     names = {source: f"rounded in layer {source}" for source in sorted(middle["source"].unique())}
     panel = functools.partial(Panel, middle, "layer", color="source", names=names, facet="model")
-    rows = [panel(column, label=f"{name} of resid_post\n(median over prompts)") for column, name in STREAM.items()]
+    rows = [
+        panel(column, label=f"{name} of resid_post\n(median over prompts)")
+        for column, name in STREAM.items()
+    ]
     return Chart("One rounded block, everything else in float64", rows)
 
 
@@ -292,13 +348,20 @@ def written_rows(table: pd.DataFrame) -> list[Finding]:
 def written_chart(table: pd.DataFrame) -> Chart:
     """The error by layer, a line a kernel mode."""
     mean = table.groupby(["tensor", "kernels", "layer"], sort=False)["relative_error"].mean()
-    title, label = "K and V of a new token, computed alone and with its prefix", "mean relative error"
-    panel = Panel(mean.reset_index(), "layer", "relative_error", color="kernels", facet="tensor", label=label)
+    title, label = (
+        "K and V of a new token, computed alone and with its prefix",
+        "mean relative error",
+    )
+    panel = Panel(
+        mean.reset_index(), "layer", "relative_error", color="kernels", facet="tensor", label=label
+    )
     return Chart(title, [panel])
 
 
 def whose_order(table: pd.DataFrame) -> list[str]:
-    """Whether one fixed order of additions leaves a difference where the machine's kernels make one."""
+    """Whether one fixed order of additions leaves a difference where the machine's kernels make
+    one.
+    """
     compared, failed = table[~table["failed"].astype(bool)], int(table["failed"].sum())
     fixed, native = (
         only(compared, kernels=kernels).groupby("dtype", sort=False)["max_abs_logit"].max()
@@ -316,23 +379,30 @@ def whose_order(table: pd.DataFrame) -> list[str]:
             "float16."
         )
     else:
-        left = "leaves a difference too" if (fixed > 0).any() else "was tried in no dtype in which they differ"
-        line = (
-            f"The machine's kernels make a difference in {listed(list(differ.index))}; one fixed order of additions {left}."
+        left = (
+            "leaves a difference too"
+            if (fixed > 0).any()
+            else "was tried in no dtype in which they differ"
         )
+        line = f"The machine's kernels make a difference in {listed(list(differ.index))}; one fixed order of additions {left}."
     return [line, *([f"{counted(failed, 'run')} could not be compared."] if failed else [])]
 
 
 def rungs_rows(table: pd.DataFrame) -> list[Finding]:
     """The logit difference on every rung."""
     compared = table[~table["failed"].astype(bool)]
-    return medians(compared, "median RMS logit difference", "rms_logit", "id", "model", "dtype", "kernels")
+    return medians(
+        compared, "median RMS logit difference", "rms_logit", "id", "model", "dtype", "kernels"
+    )
 
 
 def rungs_chart(table: pd.DataFrame) -> Chart:
     """Logit error and KL on every rung."""
     table = table.assign(rung=table["dtype"] + ", " + table["kernels"])
-    labels = {"rms_logit": "RMS logit difference, a mark a prompt", "mean_kl": "mean KL (nats), a mark a prompt"}
+    labels = {
+        "rms_logit": "RMS logit difference, a mark a prompt",
+        "mean_kl": "mean KL (nats), a mark a prompt",
+    }
     rows = [
         Panel(table.dropna(subset=[column]), column, "rung", "dots", color="model", label=label)
         for column, label in labels.items()
@@ -343,8 +413,13 @@ def rungs_chart(table: pd.DataFrame) -> Chart:
 def heads_rows(table: pd.DataFrame) -> list[Finding]:
     """How far the error spreads at each ratio."""
     return [
-        finding(what, group[column].median(), n=group["prompt"].nunique(), query_heads_per_kv_head=count)
-        for column, what in {"heads_touched": "median query heads that one KV head's error reaches", **SPREAD}.items()
+        finding(
+            what, group[column].median(), n=group["prompt"].nunique(), query_heads_per_kv_head=count
+        )
+        for column, what in {
+            "heads_touched": "median query heads that one KV head's error reaches",
+            **SPREAD,
+        }.items()
         for count, group in table.groupby("query_heads_per_kv_head")
     ]
 
@@ -355,7 +430,12 @@ def heads_chart(table: pd.DataFrame) -> Chart:
     by = table.groupby(keys)[["share_touched", *SPREAD]].median().reset_index()
     names = {tensor: f"error planted in {tensor}" for tensor in ("K", "V")}
     panel = functools.partial(
-        Panel, x=keys[1], color="tensor", names=names, xscale="doubling", xlabel="query heads a KV head"
+        Panel,
+        x=keys[1],
+        color="tensor",
+        names=names,
+        xscale="doubling",
+        xlabel="query heads a KV head",
     )
     label = "share of the layer's\nquery heads reached"
     drifts = by.melt(keys, list(SPREAD), "quantity", "drift")

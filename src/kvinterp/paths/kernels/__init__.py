@@ -1,13 +1,16 @@
-"""Which arithmetic a path computes with: the machine's own kernels, or ones whose order of additions is known.
+"""Which arithmetic a path computes with: the machine's own kernels, or ones whose order of
+additions is known.
 
-A kernel mode is part of an :class:`ExecutionPath`, and like it only a description. A :class:`Runner` enters it
-around every forward. It works by torch's own interception of calls (``TorchFunctionMode`` and ``TorchDispatchMode``), so it
-reaches a HookedTransformer, a bridge and a transformers model alike, and leaves nothing behind.
+A kernel mode is part of an :class:`ExecutionPath`, and like it only a description. A
+:class:`Runner` enters it around every forward. It works by torch's own interception of calls
+(``TorchFunctionMode`` and ``TorchDispatchMode``), so it reaches a HookedTransformer, a bridge and a
+transformers model alike, and leaves nothing behind.
 
 =====================================  ==========================================================================
 ``native``                             the machine's kernels
 ``split_k(parts,accumulate)``          a product of one row is added up in parts, as GPU libraries do: the order
-                                       then depends on the number of rows, which is what a cache changes
+                                       then depends on the number of rows, which is what a cache
+                                       changes
 ``batch_invariant``                    one fixed order for every product, norm and softmax, whatever the shape
 ``layer_cast``                         16-bit weights, everything computed in float32 (Yuan et al. 2025, LayerCast)
 =====================================  ==========================================================================

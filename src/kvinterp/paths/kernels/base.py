@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
 
 from kvinterp.common.spec import name_of, text_of
 from kvinterp.errors import UnsupportedError
@@ -40,11 +44,13 @@ class Kernels:
 
 
 class KernelMode:
-    """A kernel mode while a model runs under it: a context manager that can be entered again for every forward.
+    """A kernel mode while a model runs under it: a context manager that can be entered again for
+    every forward.
 
     Attributes:
         listeners: Hooks that tell it which layer is running; empty where it does not need to know.
-        resting: Whether it lets everything through for now; only a mode that asks for it does (``batch_invariant``).
+        resting: Whether it lets everything through for now; only a mode that asks for it does
+            (``batch_invariant``).
     """
 
     resting = False
@@ -58,7 +64,9 @@ class KernelMode:
         return []
 
     def expect(self, operation: str) -> None:
-        """Told which of ``split_k.OPERATIONS`` is called next, where it is called alone and no model runs around it."""
+        """Told which of ``split_k.OPERATIONS`` is called next, where it is called alone and no
+        model runs around it.
+        """
 
     def __enter__(self) -> KernelMode:
         stack = ExitStack()
@@ -84,7 +92,9 @@ MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 class Operations(TorchDispatchMode):
-    """Sees torch's operations underneath its functions; ``replace`` returns NotImplemented to let one through."""
+    """Sees torch's operations underneath its functions; ``replace`` returns NotImplemented to let
+    one through.
+    """
 
     def __init__(self, replace: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
@@ -96,13 +106,17 @@ class Operations(TorchDispatchMode):
         return func(*args, **kwargs) if result is NotImplemented else result
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Within it operations do not come here, which costs each more than itself; where it is not the innermost they do.
+        """Within it operations do not come here, which costs each more than itself; where it is not
+        the innermost they do.
 
-        A replacement of a whole function is made of many operations, and none of them is to be replaced again.
+        A replacement of a whole function is made of many operations, and none of them is to be
+        replaced again.
         """
         return _pop_mode_temporarily() if _get_current_dispatch_mode() is self else nullcontext()
 
 
 def drops_out(*args: Any, dropout_p: float = 0.0, **_: Any) -> bool:
-    """Whether a call of SDPA leaves out some of the keys at random, which no order of additions can stand for."""
+    """Whether a call of SDPA leaves out some of the keys at random, which no order of additions can
+    stand for.
+    """
     return (args[4] if len(args) > 4 else dropout_p) > 0

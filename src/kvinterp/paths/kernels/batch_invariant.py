@@ -1,6 +1,7 @@
 """``batch_invariant``: one fixed order for every product, norm and softmax, whatever the shape.
 
-Source: thinking-machines-lab/batch_invariant_ops, which leaves attention's products as they are: here they are fixed too.
+Source: thinking-machines-lab/batch_invariant_ops, which leaves attention's products as they are:
+here they are fixed too.
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ aten: Any = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class BatchInvariant(Kernels):
-    """One order of additions for every product, norm and softmax, whatever the shape (see ``fixed_order``)."""
+    """One order of additions for every product, norm and softmax, whatever the shape (see
+    ``fixed_order``).
+    """
 
     def mode(self, adapter: Adapter) -> KernelMode:
-        """Intercepts every reduction; raises UnsupportedError where attention is a kernel torch does not see."""
+        """Intercepts every reduction; raises UnsupportedError where attention is a kernel torch
+        does not see.
+        """
         refuse_opaque_attention(adapter, self)
         return _BatchInvariantMode()
 
@@ -54,8 +59,9 @@ class _BatchInvariantMode(KernelMode):
             if drops_out(*args, **kwargs):
                 return NotImplemented
             return self._own(fixed_order.attention, *sdpa_arguments(*args, **kwargs))
-        # torch does these as one product of many rows or as a batch of products, depending on shapes and strides; the two
-        # would be added up in different orders here, so it is always the first.
+        # torch does these as one product of many rows or as a batch of products, depending on
+        # shapes and strides; the two would be added up in different orders here, so it is always
+        # the first.
         if func is torch.nn.functional.linear:
             return self._own(_linear, *args, **kwargs)
         if func in MATMUL and len(args) == 2 and args[1].dim() == 2 and args[0].dim() > 2:
@@ -66,7 +72,9 @@ class _BatchInvariantMode(KernelMode):
         if self._inside or self.resting:
             return NotImplemented
         if func in _ELEMENTWISE:
-            return self._own(lambda: fixed_order.in_fixed_pieces(lambda x: func(x, *args[1:], **kwargs), args[0]))
+            return self._own(
+                lambda: fixed_order.in_fixed_pieces(lambda x: func(x, *args[1:], **kwargs), args[0])
+            )
         fixed = _FIXED.get(func)
         return NotImplemented if fixed is None else self._own(fixed, *args, **kwargs)
 
@@ -112,7 +120,9 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return made.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None) -> Any:
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> Any:
     if offs is None or b.dim() != 3 or a.dim() != 2:
         return aten._grouped_mm(a, b, offs, bias, out_dtype)
     starts = [0, *offs.tolist()]
@@ -128,18 +138,40 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool = False) -> Tensor:
     return fixed_order.log_softmax(x, dim).to(torch.float32 if half_to_float else x.dtype)
 
 
-def _sum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def _sum(
+    x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     if not (x if dtype is None else torch.empty(0, dtype=dtype)).is_floating_point():
-        return torch.sum(x, dim, keepdim, dtype=dtype) if dim is not None else torch.sum(x, dtype=dtype)
-    dims = list(range(x.dim())) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
+        return (
+            torch.sum(x, dim, keepdim, dtype=dtype)
+            if dim is not None
+            else torch.sum(x, dtype=dtype)
+        )
+    dims = (
+        list(range(x.dim()))
+        if dim is None or dim == []
+        else [dim]
+        if isinstance(dim, int)
+        else list(dim)
+    )
     dims = sorted(d % max(x.dim(), 1) for d in dims)
     kept = [d for d in range(x.dim()) if d not in dims]
-    rows = x.to(fixed_order.wide(dtype or x.dtype)).permute(*kept, *dims).reshape(*(x.shape[d] for d in kept), -1)
+    rows = (
+        x.to(fixed_order.wide(dtype or x.dtype))
+        .permute(*kept, *dims)
+        .reshape(*(x.shape[d] for d in kept), -1)
+    )
     total = fixed_order.sum_over(rows).to(dtype or x.dtype)
-    return total.reshape([1 if d in dims else x.shape[d] for d in range(x.dim())]) if keepdim else total
+    return (
+        total.reshape([1 if d in dims else x.shape[d] for d in range(x.dim())])
+        if keepdim
+        else total
+    )
 
 
-def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def _mean(
+    x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     wide = fixed_order.wide(dtype or x.dtype)
     total = _sum(x.to(wide), dim, keepdim)
     return (total / (x.numel() // max(total.numel(), 1))).to(dtype or x.dtype)
@@ -165,9 +197,13 @@ def _convolution(
     output: Any,
     groups: int,
 ) -> Tensor:
-    each_alone = weight.dim() == 3 and weight.shape[1] == 1 and groups == weight.shape[0] == x.shape[1]
+    each_alone = (
+        weight.dim() == 3 and weight.shape[1] == 1 and groups == weight.shape[0] == x.shape[1]
+    )
     if not each_alone or transposed or list(stride) != [1] or list(dilation) != [1]:
-        return aten.convolution(x, weight, bias, stride, padding, dilation, transposed, output, groups)
+        return aten.convolution(
+            x, weight, bias, stride, padding, dilation, transposed, output, groups
+        )
     return fixed_order.depthwise_convolution(x, weight, bias, padding[0])
 
 

@@ -1,16 +1,18 @@
 """Sums, products and norms whose order of additions is written down here and depends on no shape.
 
-A row's result then cannot depend on how many rows are computed with it, on the batch, or on how many masked keys lie
-before or after the ones it sees. Everything is built from separate elementwise multiplications and additions, which IEEE
-754 rounds one way only, so the bits are the same on every machine; no library reduction, no fused multiply-add.
+A row's result then cannot depend on how many rows are computed with it, on the batch, or on how
+many masked keys lie before or after the ones it sees. Everything is built from separate elementwise
+multiplications and additions, which IEEE 754 rounds one way only, so the bits are the same on every
+machine; no library reduction, no fused multiply-add.
 
-Two orders are used. Over a dimension whose length is a property of the model (a projection's width) the terms are dealt to
-16 lanes, each lane is added up from the first term to the last, and the lanes are added as a tree. Over keys, whose number
-grows and, under a sliding window, whose first one moves, terms are added one after another: a masked key adds an exact
-zero, so neither zeros in front nor zeros behind change a bit.
+Two orders are used. Over a dimension whose length is a property of the model (a projection's width)
+the terms are dealt to 16 lanes, each lane is added up from the first term to the last, and the
+lanes are added as a tree. Over keys, whose number grows and, under a sliding window, whose first
+one moves, terms are added one after another: a masked key adds an exact zero, so neither zeros in
+front nor zeros behind change a bit.
 
-Numbers of 16 bits are multiplied and added in float32, as matrix units do, and rounded once at the end; float32 and float64
-stay what they are.
+Numbers of 16 bits are multiplied and added in float32, as matrix units do, and rounded once at the
+end; float32 and float64 stay what they are.
 """
 
 from __future__ import annotations
@@ -23,15 +25,19 @@ from torch import Tensor
 
 LANES = 16
 _BLOCK = 1 << 19, 1 << 26
-"""Most elements of an intermediate product: in float32 about 2 MB, which stay in a processor's cache, and for a GPU 256 MB, so
-that few kernels are started. The order of the additions, and so the bits, do not depend on it."""
+"""Most elements of an intermediate product: in float32 about 2 MB, which stay in a processor's
+cache, and for a GPU 256 MB, so that few kernels are started. The order of the additions, and so the
+bits, do not depend on it."""
 
 _PIECE = 1 << 14, 1 << 40
-"""Elements an elementwise function is given at once: under torch's own threshold for splitting work among threads. A GPU is
+"""Elements an elementwise function is given at once: under torch's own threshold for splitting work
+among threads. A GPU is
 given all: a kernel there rounds every element alike."""
 
 _WHOLE_VECTORS = 64
-"""A multiple of every vector register's length in elements, so that no element is left to a scalar remainder loop."""
+"""A multiple of every vector register's length in elements, so that no element is left to a scalar
+remainder loop.
+"""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -64,7 +70,8 @@ def sum_over(terms: Tensor, order: str = "lanes") -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, order: str = "lanes") -> Tensor:
-    """The matrix product ``a @ b`` with a fixed order over the shared dimension, not yet rounded to 16 bits.
+    """The matrix product ``a @ b`` with a fixed order over the shared dimension, not yet rounded to
+    16 bits.
 
     Args:
         a: ``[..., row, shared]``.
@@ -89,7 +96,8 @@ def product(a: Tensor, b: Tensor, order: str = "lanes") -> Tensor:
 
 
 def _lanes_product(a: Tensor, b: Tensor) -> Tensor:
-    # a: [..., row, shared] -> [..., row, lane, 1]; b: [..., shared, column] -> [..., 1, lane, column].
+    # a: [..., row, shared] -> [..., row, lane, 1]; b: [..., shared, column] -> [..., 1, lane,
+    #     column].
     a_lanes, b_lanes = a.unflatten(-1, (-1, LANES)), b.unflatten(-2, (-1, LANES))
     total = a_lanes[..., 0, :, None] * b_lanes[..., None, 0, :, :]
     term = torch.empty_like(total)
@@ -109,8 +117,9 @@ def _tree(lanes: Tensor) -> Tensor:
 def in_fixed_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """An elementwise function, called so that every element goes through the same instructions.
 
-    On a CPU a vectorised function leaves the last few elements of a thread's share to scalar code, which may round
-    otherwise; which elements those are depends on the shape. Padded pieces have no such remainder.
+    On a CPU a vectorised function leaves the last few elements of a thread's share to scalar code,
+    which may round otherwise; which elements those are depends on the shape. Padded pieces have no
+    such remainder.
     """
     flat = x.reshape(-1)
     short = -flat.numel() % _WHOLE_VECTORS
@@ -121,7 +130,9 @@ def in_fixed_pieces(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """The softmax in :func:`wide`, its denominator added up one by one: masked entries add exact zeros."""
+    """The softmax in :func:`wide`, its denominator added up one by one: masked entries add exact
+    zeros.
+    """
     last = x.to(wide(x.dtype)).movedim(dim, -1)
     shifted = last - last.amax(-1, keepdim=True)
     powers = in_fixed_pieces(torch.exp, shifted)
@@ -139,7 +150,9 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
 def layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer normalisation over the last dimensions; also the mean and the reciprocal of the deviation."""
+    """Layer normalisation over the last dimensions; also the mean and the reciprocal of the
+    deviation.
+    """
     dtype = wide(x.dtype)
     rows = x.to(dtype).flatten(-len(shape))
     mean = sum_over(rows)[..., None] / rows.shape[-1]
@@ -172,10 +185,16 @@ def attention(
     scores = product(query, key.transpose(-1, -2), "one by one")
     scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
     if causal:
-        seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        seen = torch.ones(
+            query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
+        ).tril()
         scores = scores.masked_fill(~seen, -torch.inf)
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
+        scores = (
+            scores.masked_fill(~mask, -torch.inf)
+            if mask.dtype == torch.bool
+            else scores + mask.to(scores.dtype)
+        )
     weights = softmax(scores)
     if mask is not None:
         # A row that may look nowhere (padding) is zero, as in torch's own kernels, and not NaN.
@@ -184,7 +203,8 @@ def attention(
 
 
 def depthwise_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
-    """A causal-style convolution of each channel on its own (Mamba, Gated DeltaNet), taps added one by one.
+    """A causal-style convolution of each channel on its own (Mamba, Gated DeltaNet), taps added one
+    by one.
 
     Args:
         x: ``[batch, channel, position]``.
@@ -193,6 +213,8 @@ def depthwise_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, paddin
         padding: Zeros on either side.
     """
     dtype = wide(x.dtype)
-    windows = torch.nn.functional.pad(x.to(dtype), (padding, padding)).unfold(-1, weight.shape[-1], 1)
+    windows = torch.nn.functional.pad(x.to(dtype), (padding, padding)).unfold(
+        -1, weight.shape[-1], 1
+    )
     total = sum_over(windows * weight.to(dtype)[:, 0, None, :], "one by one")
     return (total if bias is None else total + bias.to(dtype)[:, None]).to(x.dtype)

@@ -17,7 +17,9 @@ aten: Any = torch.ops.aten
 
 @dataclasses.dataclass(frozen=True)
 class LayerCast(Kernels):
-    """Weights stay in 16 bits; every activation, every cached key and value and every sum is float32."""
+    """Weights stay in 16 bits; every activation, every cached key and value and every sum is
+    float32.
+    """
 
     def mode(self, adapter: Adapter) -> KernelMode:
         """Widens every 16-bit tensor as it is used."""
@@ -58,4 +60,8 @@ def _is_view(func: Any) -> bool:
 
 
 def _written(func: Any) -> set[int]:
-    return {i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write}
+    return {
+        i
+        for i, a in enumerate(func._schema.arguments)
+        if a.alias_info is not None and a.alias_info.is_write
+    }

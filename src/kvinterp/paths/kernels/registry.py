@@ -11,7 +11,8 @@ KERNELS = spec.plugins_of(folder, Kernels)
 
 
 def kernels_named(text: str | Kernels) -> Kernels:
-    """Reads a kernel mode's text form: ``native``, ``batch_invariant``, ``split_k(4,float16,linear+unembed,0+2)``.
+    """Reads a kernel mode's text form: ``native``, ``batch_invariant``,
+    ``split_k(4,float16,linear+unembed,0+2)``.
 
     Raises:
         InputError: The name is unknown or the values do not fit.
@@ -19,4 +20,6 @@ def kernels_named(text: str | Kernels) -> Kernels:
     if isinstance(text, Kernels):
         return text
     text = check_text("kernels", text, "'batch_invariant', or a kernel mode such as SplitK(4)")
-    return spec.read("kernel mode", text, KERNELS, "Values go in brackets, as in split_k(4,float16).")
+    return spec.read(
+        "kernel mode", text, KERNELS, "Values go in brackets, as in split_k(4,float16)."
+    )

@@ -16,7 +16,13 @@ from kvinterp.models.attaching import Listener
 from kvinterp.models.derived import SDPA, sdpa_arguments
 from kvinterp.models.hooks import Functions
 from kvinterp.paths.kernels import fixed_order
-from kvinterp.paths.kernels.base import KernelMode, Kernels, Operations, drops_out, refuse_opaque_attention
+from kvinterp.paths.kernels.base import (
+    KernelMode,
+    Kernels,
+    Operations,
+    drops_out,
+    refuse_opaque_attention,
+)
 
 aten: Any = torch.ops.aten
 OPERATIONS = {
@@ -30,18 +36,21 @@ ACCUMULATE = ("float16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class SplitK(Kernels):
-    """A product of one row is added up in parts whose sums are rounded before they are added together.
+    """A product of one row is added up in parts whose sums are rounded before they are added
+    together.
 
-    What GPU libraries do when there are too few rows to fill the machine. Products of more rows keep the machine's
-    kernels, and that is what makes the order depend on the shape.
+    What GPU libraries do when there are too few rows to fill the machine. Products of more rows
+    keep the machine's kernels, and that is what makes the order depend on the shape.
 
     Attributes:
         parts: How many pieces the shared dimension is cut into.
-        accumulate: ``"float16"``: in a 16-bit model the parts' sums are rounded to the model's own 16 bits (what
-            ``allow_fp16_reduced_precision_reduction`` lets a library do); ``"float32"``: they are added in float32. A
-            32- or 64-bit model adds them in its own dtype either way.
+        accumulate: ``"float16"``: in a 16-bit model the parts' sums are rounded to the model's own
+            16 bits (what ``allow_fp16_reduced_precision_reduction`` lets a library do);
+            ``"float32"``: they are added in float32. A 32- or 64-bit model adds them in its own
+            dtype either way.
         operations: Which of :data:`OPERATIONS`; empty for all.
-        layers: Which layers; empty for all. The unembedding belongs to no layer and is chosen by operation only.
+        layers: Which layers; empty for all. The unembedding belongs to no layer and is chosen by
+            operation only.
     """
 
     parts: int = 4
@@ -61,7 +70,9 @@ class SplitK(Kernels):
 
 
 def check_fields(kernels: Any) -> None:
-    """Checks the number of parts, the dtype of their sums and the layers of a mode that has these."""
+    """Checks the number of parts, the dtype of their sums and the layers of a mode that has
+    these.
+    """
     check_whole(f"{kernels.name}'s parts", kernels.parts, 2)
     object.__setattr__(kernels, "accumulate", dtype_word(kernels.accumulate))
     check_known(f"{kernels.name} accumulate dtype", kernels.accumulate, ACCUMULATE)
@@ -70,7 +81,9 @@ def check_fields(kernels: Any) -> None:
 
 
 def check_layers(kernels: Any, adapter: Adapter) -> None:
-    """Raises where attention is a kernel torch does not see into, or the model lacks a layer that a mode names."""
+    """Raises where attention is a kernel torch does not see into, or the model lacks a layer that a
+    mode names.
+    """
     refuse_opaque_attention(adapter, kernels)
     beyond = [layer for layer in kernels.layers if layer >= adapter.facts.layers]
     if beyond:
@@ -122,10 +135,16 @@ class _SplitKMode(KernelMode):
             return NotImplemented
         wide = fixed_order.wide(query.dtype)
         parts = self.kernels.parts
-        scores = self._split(query, key.transpose(-1, -2), parts if self._chosen("scores") else 1).to(wide)
+        scores = self._split(
+            query, key.transpose(-1, -2), parts if self._chosen("scores") else 1
+        ).to(wide)
         scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
         if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(wide)
+            scores = (
+                scores.masked_fill(~mask, -torch.inf)
+                if mask.dtype == torch.bool
+                else scores + mask.to(wide)
+            )
         weights = torch.softmax(scores, -1).to(query.dtype)
         return self._split(weights, value, parts if self._chosen("values") else 1).to(query.dtype)
 
@@ -151,9 +170,12 @@ class _SplitKMode(KernelMode):
         return self.alone or ("unembed" if self.last else "linear")
 
     def _split(self, a: Tensor, b: Tensor, parts: int) -> Tensor:
-        """``a @ b`` in parts of the shared dimension; each part's sum is rounded, then they are added in order."""
+        """``a @ b`` in parts of the shared dimension; each part's sum is rounded, then they are
+        added in order.
+        """
         wide = fixed_order.wide(a.dtype)
-        # A product that is not split has no sums to round: what a kernel holds between its steps is float32.
+        # A product that is not split has no sums to round: what a kernel holds between its steps is
+        # float32.
         between = a.dtype if self.kernels.accumulate == "float16" and parts > 1 else wide
         size = -(-a.shape[-1] // parts)
         pieces = zip(a.to(wide).split(size, -1), b.to(wide).split(size, -2), strict=True)

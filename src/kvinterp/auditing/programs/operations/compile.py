@@ -17,12 +17,15 @@ from kvinterp.models.hooks import wrapping_methods
 
 @dataclasses.dataclass(frozen=True)
 class Compile(Operation):
-    """The model's forward under ``torch.compile``, compiled anew; not drawn, since that takes seconds.
+    """The model's forward under ``torch.compile``, compiled anew; not drawn, since that takes
+    seconds.
 
-    What looks into a block or changes it breaks the graph there, and what stands between is compiled all the same.
+    What looks into a block or changes it breaks the graph there, and what stands between is
+    compiled all the same.
 
     Attributes:
-        backend: As torch knows it: ``inductor`` needs a C++ compiler on a CPU; ``aot_eager`` and ``eager`` need none.
+        backend: As torch knows it: ``inductor`` needs a C++ compiler on a CPU; ``aot_eager`` and
+            ``eager`` need none.
     """
 
     backend: str = "inductor"
@@ -32,7 +35,9 @@ class Compile(Operation):
         # Imported where it is used: with sympy it is a third of what importing kvinterp takes.
         from torch import _dynamo
 
-        check_known("backend of torch.compile", self.backend, _dynamo.list_backends(exclude_tags=()))
+        check_known(
+            "backend of torch.compile", self.backend, _dynamo.list_backends(exclude_tags=())
+        )
 
     def offered(self, run: Run) -> bool:
         """Where the subject is a transformers model itself."""
@@ -44,7 +49,10 @@ class Compile(Operation):
 
     def do(self, run: Run) -> None:
         """Compiles until the program is over."""
-        run.tries("compiled", f"own, model.forward = model.forward, torch.compile(model.forward, backend={self.backend!r})")
+        run.tries(
+            "compiled",
+            f"own, model.forward = model.forward, torch.compile(model.forward, backend={self.backend!r})",
+        )
         own = run.model.forward
         run.held.enter_context(compiled(run.model, self.backend))
         run.compiled(lambda: _replaced(run.model, own))
@@ -64,4 +72,6 @@ def compiled(model: Any, backend: str) -> Iterator[None]:
 
 
 def _replaced(model: Any, forward: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    return wrapping_methods([model], "forward", lambda _, __, *given, **more: forward(*given, **more))
+    return wrapping_methods(
+        [model], "forward", lambda _, __, *given, **more: forward(*given, **more)
+    )

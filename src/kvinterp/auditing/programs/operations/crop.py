@@ -11,7 +11,9 @@ from kvinterp.models.caches import offers
 
 
 def croppable(cache: Any) -> bool:
-    """Whether a transformers cache offers to take columns back, by a method of its own or by layers that all say so."""
+    """Whether a transformers cache offers to take columns back, by a method of its own or by layers
+    that all say so.
+    """
     own = "crop" in dir(cache) and not type(cache).crop.__module__.startswith("transformers.")
     return offers(cache, "crop") and (own or bool(getattr(cache, "is_croppable", False)))
 
@@ -28,15 +30,22 @@ class Crop(Operation):
     between = (1, 3)
 
     def offered(self, run: Run) -> bool:
-        """Where the library itself would: each layer can, and a window or a state is not asked for more than was fed since."""
+        """Where the library itself would: each layer can, and a window or a state is not asked for
+        more than was fed since.
+        """
         if not super().offered(run) or not run.subject.native or run.subject.stateful:
             return False
         if not croppable(run.cache) or run.ids.shape[1] > run.subject.crops_within:
             return False
         layers = {type(layer).__name__ for layer in getattr(run.cache, "layers", [None])}
         deep = self.count > run.since and layers != {"DynamicLayer"}
-        real = bool((run.mask[:, -self.count :] == 1).all()) and min(map(len, run.texts)) > self.count
-        real = real and all(len(text) - len(begin) >= self.count for text, begin in zip(run.texts, run.begins, strict=True))
+        real = (
+            bool((run.mask[:, -self.count :] == 1).all()) and min(map(len, run.texts)) > self.count
+        )
+        real = real and all(
+            len(text) - len(begin) >= self.count
+            for text, begin in zip(run.texts, run.begins, strict=True)
+        )
         return real and not any(run.pads) and (not deep or run.beyond)
 
     def do(self, run: Run) -> None:
@@ -51,7 +60,8 @@ class Crop(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class Draft(Operation):
-    """The next column with drafts behind it, as in speculative decoding: those that are right stay, the others are taken back.
+    """The next column with drafts behind it, as in speculative decoding: those that are right stay,
+    the others are taken back.
 
     Not drawn, since drawn programs feed and crop.
 

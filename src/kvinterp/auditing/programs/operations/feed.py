@@ -17,8 +17,8 @@ class Feed(Operation):
     Attributes:
         width: How many.
         cut: How many at a time; 0: all at once.
-        inner: Pads that each row begins with here, inside its text, as where turns are unequal; only where a program goes
-            beyond the contract.
+        inner: Pads that each row begins with here, inside its text, as where turns are unequal;
+            only where a program goes beyond the contract.
         behind: Pads that each row ends with, likewise: on the right of unequal prompts.
     """
 
@@ -30,12 +30,18 @@ class Feed(Operation):
     @classmethod
     def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Feed:
         """Short ones, longer ones, and those at the sizes that the config names."""
-        few, some, edge = draw.randint(1, 6), draw.randint(7, 20), draw.choice(draw.choice(subject.sizes))
+        few, some, edge = (
+            draw.randint(1, 6),
+            draw.randint(7, 20),
+            draw.choice(draw.choice(subject.sizes)),
+        )
         inner = tuple(draw.randint(0, 2) for _ in range(rows)) if beyond == "yes" else ()
         return cls(draw.choice([few, few, some, edge]), draw.randint(0, 4), inner)
 
     def offered(self, run: Run) -> bool:
-        """Always, where there is room; a cache that loses is not fed pads alone, which would move what it keeps whole."""
+        """Always, where there is room; a cache that loses is not fed pads alone, which would move
+        what it keeps whole.
+        """
         if run.subject.lossy and max(run.pads, default=0) >= (self.cut or self.width):
             return False
         return run.ids.shape[1] + 2 <= run.room

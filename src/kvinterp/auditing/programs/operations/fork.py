@@ -1,4 +1,6 @@
-"""``fork``, ``request``, ``again``: a copy is fed first; another request comes in between; the same request comes again."""
+"""``fork``, ``request``, ``again``: a copy is fed first; another request comes in between; the same
+request comes again.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,14 @@ class Fork(Operation):
 
 @dataclasses.dataclass(frozen=True)
 class Request(Operation):
-    """The model serves another request before or in between: what that leaves on a module is seen by what follows.
+    """The model serves another request before or in between: what that leaves on a module is seen
+    by what follows.
 
     Attributes:
         width: Tokens of the other's prompt.
         singly: Tokens that follow it, one by one.
-        rows: ``"one"`` without pads; or ``"same"``: as many as the program has, padded otherwise: where a mask or a position
-            was kept by its shape, the next of that shape gets another's.
+        rows: ``"one"`` without pads; or ``"same"``: as many as the program has, padded otherwise:
+            where a mask or a position was kept by its shape, the next of that shape gets another's.
     """
 
     width: int
@@ -75,7 +78,8 @@ class Request(Operation):
 class Again(Operation):
     """The same request comes again, from its first token, and gets a cache of its own.
 
-    What was kept of it outside the model, as a prefix cache that is handed out by reference, is met again.
+    What was kept of it outside the model, as a prefix cache that is handed out by reference, is met
+    again.
     """
 
     def do(self, run: Run) -> None:

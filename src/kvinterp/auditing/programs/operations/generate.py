@@ -1,4 +1,6 @@
-"""``generate``: the library's own loop, on the cache that the program has filled, or on one of its own."""
+"""``generate``: the library's own loop, on the cache that the program has filled, or on one of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ APART = {
     "ends": "generate(), rows that end before others",
 }
 UNEQUAL = {"texts": "generate() of texts", "padded": "generate() of padded tokens without a mask"}
-"""How users of TransformerLens give prompts of several lengths to its ``generate()``, which finds the pads or does not."""
+"""How users of TransformerLens give prompts of several lengths to its ``generate()``, which finds
+the pads or does not.
+"""
 HOW = (*ON_THE_CACHE, *APART, *UNEQUAL)
 CHUNK, DRAFTS, WEAKER = 2, 3, 0.2
 """Tokens of a chunk; drafts that are looked up; how far an assistant's head is from the model's."""
@@ -61,10 +65,12 @@ class Generate(Operation):
     Attributes:
         width: New columns of the prompt.
         count: Tokens that are generated.
-        how: One of :data:`HOW`: on the program's cache, given the whole text, the new tokens alone, or prefilled in chunks; or
-            with the whole text on a cache of its own: beams, an assistant model, drafts looked up in the prompt,
-            a static cache, none; from the embeddings of the whole text, or those beside other ids, which are not to be read; with
-            tokens that are sampled, two texts of each row, or of drafts; with a token that ends some rows before others; or of
+        how: One of :data:`HOW`: on the program's cache, given the whole text, the new tokens alone,
+            or prefilled in chunks; or
+            with the whole text on a cache of its own: beams, an assistant model, drafts looked up
+            in the prompt, a static cache, none; from the embeddings of the whole text, or those
+            beside other ids, which are not to be read; with tokens that are sampled, two texts of
+            each row, or of drafts; with a token that ends some rows before others; or of
             TransformerLens's own models unequal prompts as texts, or padded and without a mask.
         drafts: How many are looked up at a time.
     """
@@ -103,7 +109,9 @@ class Generate(Operation):
             return False
         if not subject.native:
             takes = inspect.signature(run.model.generate).parameters
-            whole = self.how == "whole" and ("attention_mask" in takes or not any(run.program.rows.pads))
+            whole = self.how == "whole" and (
+                "attention_mask" in takes or not any(run.program.rows.pads)
+            )
             texts = self.how == "texts" and getattr(run.model, "tokenizer", None) is not None
             return (whole or texts or self.how == "padded") and not run.filled
         if subject.kind is not None and self.how in ("static", "uncached"):
@@ -116,7 +124,10 @@ class Generate(Operation):
         if self.how == "static":
             return subject.adapter.takes_static
         if self.how in EMBEDDED or rows.fed == "embeds":
-            return "inputs_embeds" in inspect.signature(subject.model.prepare_inputs_for_generation).parameters
+            return (
+                "inputs_embeds"
+                in inspect.signature(subject.model.prepare_inputs_for_generation).parameters
+            )
         if self.how == "ends":
             return len(run.texts) > 1
         if self.how in DRAFTING:
@@ -145,9 +156,11 @@ class Generate(Operation):
         padded = bool((full == 0).any())
         name = f"{name}, {run.program.rows.ways}".removesuffix(", ")
         needed = padded or run.program.rows.told != "needed" or self.how == "new"
-        # Without a mask generate() takes a pad token in the text, or one that it generated before, for a pad.
+        # Without a mask generate() takes a pad token in the text, or one that it generated before,
+        # for a pad.
         needed = needed or run.lines.named or run.program.rows.tokens != "plain"
-        # An encoder-decoder's generate() makes no mask of its own, by which it tells old columns from new ones.
+        # An encoder-decoder's generate() makes no mask of its own, by which it tells old columns
+        # from new ones.
         needed = needed or (run.filled and "source" in run.subject.reads(run.begins))
         told = full if needed and "attention_mask" in run.subject.takes else None
         name = f"{name}{PADDED}" if padded else name
@@ -175,8 +188,14 @@ class Generate(Operation):
         back()
 
     def _end(self, run: Run, prompt: Tensor, told: Tensor | None) -> int | None:
-        """A token with which one row ends two tokens or more before another does; None where all go on alike."""
-        new = run.subject.generate(prompt, self.count, told, begins=run.begins).sequences[:, -self.count :].tolist()
+        """A token with which one row ends two tokens or more before another does; None where all go
+        on alike.
+        """
+        new = (
+            run.subject.generate(prompt, self.count, told, begins=run.begins)
+            .sequences[:, -self.count :]
+            .tolist()
+        )
         first = {token: [[*row, token].index(token) for row in new] for row in new for token in row}
         apart = (token for token, ends in first.items() if max(ends) - min(ends) > 1)
         return next(apart, None)
@@ -185,24 +204,38 @@ class Generate(Operation):
     def _took(
         run: Run, ids: Tensor, mask: Tensor, new: Tensor, logits: Tensor, end: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Judges new tokens, of each row up to its end, and gives the columns that were fed: all but the last."""
-        ends = [min([*row, end].index(end) + 1, len(row)) if end is not None else len(row) for row in new.tolist()]
+        """Judges new tokens, of each row up to its end, and gives the columns that were fed: all
+        but the last.
+        """
+        ends = [
+            min([*row, end].index(end) + 1, len(row)) if end is not None else len(row)
+            for row in new.tolist()
+        ]
         for text, row, n in zip(run.texts, new.tolist(), ends, strict=True):
             text += row[: n - 1]
-        real = torch.arange(new.shape[1] - 1, device=new.device) < torch.tensor(ends, device=new.device)[:, None] - 1
+        real = (
+            torch.arange(new.shape[1] - 1, device=new.device)
+            < torch.tensor(ends, device=new.device)[:, None] - 1
+        )
         fed = torch.cat([ids, new[:, :-1]], 1), torch.cat([mask, real.to(mask)], 1)
         run.judge(logits[:, : new.shape[1]], *fed, last=True, ends=ends)
         return fed
 
-    def _on_the_cache(self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None) -> None:
+    def _on_the_cache(
+        self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None
+    ) -> None:
         run.turn()
         run.turns_next = self.count > 1
         run.reaches(at_once=ids.shape[1] if run.filled and self.how != "chunks" else 0)
         more = {"prefill_chunk_size": CHUNK} if self.how == "chunks" else {}
         whole = run.lines.columns(run.ids, ids)
-        self._write(run, whole, f"torch.tensor({ids.tolist()})" if self.how == "new" else whole, told, more)
+        self._write(
+            run, whole, f"torch.tensor({ids.tolist()})" if self.how == "new" else whole, told, more
+        )
         out = run.subject.generate(prompt, self.count, told, run.cache, begins=run.begins, **more)
-        fed = self._took(run, ids, mask, out.sequences[:, -self.count :], torch.stack(out.logits, 1))
+        fed = self._took(
+            run, ids, mask, out.sequences[:, -self.count :], torch.stack(out.logits, 1)
+        )
         from kvinterp.models.transformers_cache import returned_cache
 
         name, made = returned_cache(out, run.subject.adapter.takes)
@@ -214,7 +247,15 @@ class Generate(Operation):
             run.lines.named = True
         run.took(*fed, run.cache if run.cache is not None else made)
 
-    def _apart(self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None, end: int | None) -> None:
+    def _apart(
+        self,
+        run: Run,
+        ids: Tensor,
+        mask: Tensor,
+        prompt: Tensor,
+        told: Tensor | None,
+        end: int | None,
+    ) -> None:
         known: dict[str, dict[str, Any]] = {
             "beams": {"num_beams": 2, "num_return_sequences": 2},
             "lookup": {"prompt_lookup_num_tokens": self.drafts},
@@ -231,7 +272,9 @@ class Generate(Operation):
         with contextlib.ExitStack() as aside:
             if given.get("do_sample"):
                 aside.enter_context(
-                    torch.random.fork_rng([run.subject.device] if run.subject.device.type == "cuda" else [])
+                    torch.random.fork_rng(
+                        [run.subject.device] if run.subject.device.type == "cuda" else []
+                    )
                 )
                 torch.manual_seed(0)
             if self.how in ("assistant", "sampled_assistant"):
@@ -242,12 +285,18 @@ class Generate(Operation):
         new = out.sequences[:, -logits.shape[1] if self.how == "ends" else -self.count :]
         if self.how == "beams":
             beams = out.beam_indices[:, : new.shape[1]].tolist()
-            logits = torch.stack([torch.stack([logits[beam, t] for t, beam in enumerate(row)]) for row in beams])
+            logits = torch.stack(
+                [torch.stack([logits[beam, t] for t, beam in enumerate(row)]) for row in beams]
+            )
         each = len(new) // len(run.texts)
         run.goes_on_as([row for row in range(len(run.texts)) for _ in range(each)])
-        self._took(run, ids.repeat_interleave(each, 0), mask.repeat_interleave(each, 0), new, logits, end)
+        self._took(
+            run, ids.repeat_interleave(each, 0), mask.repeat_interleave(each, 0), new, logits, end
+        )
 
-    def _by_transformer_lens(self, run: Run, ids: Tensor, mask: Tensor, told: Tensor | None, given: Any) -> None:
+    def _by_transformer_lens(
+        self, run: Run, ids: Tensor, mask: Tensor, told: Tensor | None, given: Any
+    ) -> None:
         """TransformerLens's own loop, on a cache of its own."""
         self._write_transformer_lens(run, given, told)
         made, forwards = self._looped(run, given, self.count, "yes", told)
@@ -256,7 +305,9 @@ class Generate(Operation):
 
     def _looped(self, run: Run, given: Any, count: int, cached: str, told: Tensor | None) -> Any:
         found = self.how in UNEQUAL
-        return generate(run.model, given, count, cached, None if found else told, "yes" if found else "no")
+        return generate(
+            run.model, given, count, cached, None if found else told, "yes" if found else "no"
+        )
 
     def _uncached(self, run: Run, prompt: Any, told: Tensor | None, lengths: list[int]) -> float:
         """How far the first logits of ``generate(use_cache=False)`` are from the plain forward."""
@@ -265,18 +316,28 @@ class Generate(Operation):
             with subject.running():
                 given = self._embedded(run, prompt)
                 begins = run.begins[:: max(1, len(run.texts) // len(prompt))]
-                logits = subject.generate(prompt, self.count, told, begins=begins, use_cache=False, **given).logits[0]
+                logits = subject.generate(
+                    prompt, self.count, told, begins=begins, use_cache=False, **given
+                ).logits[0]
         else:
             logits = self._looped(run, prompt, 1, "no", told)[1][0].logits
         if self.how == "beside":
-            # Where the other ids are what is read, the embeddings are not, and no cache is asked about.
+            # Where the other ids are what is read, the embeddings are not, and no cache is asked
+            # about.
             full = torch.ones_like(prompt) if told is None else told
-            read = [row[kept.bool()].tolist() for row, kept in zip(prompt.roll(1, 1), full, strict=True)]
-            if all(apart(made, subject.alone(text)[-1]) <= subject.limit for made, text in zip(logits, read, strict=True)):
+            read = [
+                row[kept.bool()].tolist() for row, kept in zip(prompt.roll(1, 1), full, strict=True)
+            ]
+            if all(
+                apart(made, subject.alone(text)[-1]) <= subject.limit
+                for made, text in zip(logits, read, strict=True)
+            ):
                 return 0.0
         each = max(1, len(run.texts) // len(prompt))
         texts = [text[:length] for text, length in zip(run.texts[::each], lengths, strict=True)]
-        return max(apart(made, subject.alone(text)[-1]) for made, text in zip(logits, texts, strict=True))
+        return max(
+            apart(made, subject.alone(text)[-1]) for made, text in zip(logits, texts, strict=True)
+        )
 
     def _embedded(self, run: Run, prompt: Tensor) -> dict[str, Any]:
         if not self._embeds(run):
@@ -296,7 +357,9 @@ class Generate(Operation):
         head.add_(WEAKER * head.std() * noise.to(head))
         return helper
 
-    def _write(self, run: Run, whole: str, prompt: str, told: Tensor | None, given: dict[str, Any]) -> None:
+    def _write(
+        self, run: Run, whole: str, prompt: str, told: Tensor | None, given: dict[str, Any]
+    ) -> None:
         """Adds the lines.
 
         Args:
@@ -330,7 +393,11 @@ class Generate(Operation):
         # Else the number is that of other tokens.
         seed = "torch.manual_seed(0); " if "do_sample" in more else ""
         most |= {name: str(asked) for name, asked in run.subject.asks_generate().items()}
-        several = {name: more[name] for name in more if name in ("num_beams", "num_return_sequences", "do_sample")}
+        several = {
+            name: more[name]
+            for name in more
+            if name in ("num_beams", "num_return_sequences", "do_sample")
+        }
         written, begins = run.subject.generate_line, run.begins
         # Without a cache generate() forgets embeddings once it has tokens.
         control = written(whole, begins, mask, **most | several, use_cache="False")
@@ -348,7 +415,9 @@ class Generate(Operation):
         most |= {"return_type": "'tokens'", "verbose": "False"}
         prompt = f"torch.tensor({given.tolist()})" if isinstance(given, Tensor) else repr(given)
         run.lines.append("seen, own = [], model.forward")
-        run.lines.append("model.forward = lambda *ids, **told: seen.append(own(*ids, **told)) or seen[-1]")
+        run.lines.append(
+            "model.forward = lambda *ids, **told: seen.append(own(*ids, **told)) or seen[-1]"
+        )
         uncached, cached = (
             f"tokens = model.generate({arguments(prompt, mask, **most, use_past_kv_cache=kept)}); del model.forward"
             for kept in ("False", "True")

@@ -1,4 +1,6 @@
-"""``reorder``, ``select``, ``repeat``, ``join``: the cache goes on as others of its rows, as beams, samples and batches do."""
+"""``reorder``, ``select``, ``repeat``, ``join``: the cache goes on as others of its rows, as beams,
+samples and batches do.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ class Moved(Operation):
     def offered(self, run: Run) -> bool:
         """Where the cache and its layers have the method."""
         moves = (
-            run.subject.native and run.subject.moves == "yes" and offers(run.cache, self.method) and run.subject.rows > 1
+            run.subject.native
+            and run.subject.moves == "yes"
+            and offers(run.cache, self.method)
+            and run.subject.rows > 1
         )
         return super().offered(run) and moves and not any(run.pads)
 
@@ -44,7 +49,10 @@ class Moved(Operation):
         """Moves them; what is fed next is judged."""
         rows = self.order(before := len(run.mask))
         asked = self.asked(rows, before)
-        run.tries(self.method, f"cache.{self.method}({asked if isinstance(asked, int) else f'torch.tensor({rows})'})")
+        run.tries(
+            self.method,
+            f"cache.{self.method}({asked if isinstance(asked, int) else f'torch.tensor({rows})'})",
+        )
         run.select(rows, self.method, asked)
 
 
@@ -114,7 +122,9 @@ class Repeat(Moved):
 
 @dataclasses.dataclass(frozen=True)
 class Join(Operation):
-    """Another request, which a cache of its own holds, joins the batch, as servers that batch continuously do; not drawn."""
+    """Another request, which a cache of its own holds, joins the batch, as servers that batch
+    continuously do; not drawn.
+    """
 
     weight = 0
 
@@ -134,5 +144,8 @@ class Join(Operation):
         ids = run.other(run.ids.shape[1])
         run.join(ids, run.serve(ids))
         run.lines.append("for mine, theirs in zip(kept.layers, cache.layers):")
-        run.lines += [f"    mine.{name} = torch.cat([mine.{name}, theirs.{name}])" for name in ("keys", "values")]
+        run.lines += [
+            f"    mine.{name} = torch.cat([mine.{name}, theirs.{name}])"
+            for name in ("keys", "values")
+        ]
         run.lines.append("cache = kept")

@@ -1,4 +1,6 @@
-"""``spoil``: every number on a copy of the cache is changed, and a decode step must change with them."""
+"""``spoil``: every number on a copy of the cache is changed, and a decode step must change with
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ SPOILS = (
 
 @dataclasses.dataclass(frozen=True)
 class Spoil(Operation):
-    """The next column is fed to two copies of the cache, of which one holds other numbers: where the logits are the same to the
-    bit, the cache is not read, and what was right in other programs was computed without it.
+    """The next column is fed to two copies of the cache, of which one holds other numbers: where
+    the logits are the same to the bit, the cache is not read, and what was right in other programs
+    was computed without it.
     """
 
     @classmethod
@@ -35,7 +38,12 @@ class Spoil(Operation):
 
     def offered(self, run: Run) -> bool:
         """Where the subject is a transformers model itself."""
-        return super().offered(run) and run.subject.native and run.ids.shape[1] + 3 <= run.room and not any(run.pads)
+        return (
+            super().offered(run)
+            and run.subject.native
+            and run.ids.shape[1] + 3 <= run.room
+            and not any(run.pads)
+        )
 
     def do(self, run: Run) -> None:
         """Feeds both; the program goes on with the original.
@@ -58,7 +66,9 @@ class Spoil(Operation):
             line = run.subject.feed_line(ids, "yes", **told)
             run.lines += [*SPOILS, line, "before, cache = logits, kept", line]
             run.lines.ends = "print(torch.equal(before, logits))", "True"
-            raise WrongError("a decode step is the same to the bit whatever numbers the cache holds: it is not read")
+            raise WrongError(
+                "a decode step is the same to the bit whatever numbers the cache holds: it is not read"
+            )
 
 
 def _other(value: Any, changed: list[Tensor], known: dict[int, Any]) -> Any:
@@ -89,6 +99,12 @@ def _other(value: Any, changed: list[Tensor], known: dict[int, Any]) -> Any:
             value[:] = each.values()
         else:
             return type(value)(each.values()) if type(value) is tuple else value
-    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value):
-        vars(value).update({name: _other(one, changed, known) for name, one in [*vars(value).items()]})
+    elif (
+        hasattr(value, "__dict__")
+        and not isinstance(value, nn.Module | type)
+        and not callable(value)
+    ):
+        vars(value).update(
+            {name: _other(one, changed, known) for name, one in [*vars(value).items()]}
+        )
     return value
