@@ -127,6 +127,7 @@ def test_rows_that_are_kept_and_not_read(load: Callable[..., Adapter]) -> None:
 
 @pytest.mark.parametrize("case", KINDS)
 def test_the_audit_names_the_cause_and_no_tensor_that_follows_from_it(load: Callable[..., Adapter], case: Case) -> None:
+    pytest.importorskip("kvinterp.auditing")
     adapter = load(case)
     options: dict[str, Any] = {"rungs": ("float32",), "lengths": (5,), "steps": 1, "sweep": "no", "programs": 1}
     with _dropping(adapter):
