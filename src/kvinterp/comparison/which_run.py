@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import numpy as np
 import pandas as pd
@@ -42,6 +42,7 @@ GENERATE = "generate"
 """The run of the model's own ``generate``."""
 
 
+@runtime_checkable
 class Encoder(Protocol):
     """Anything with features: SAELens's ``SAE``, or a module of one's own with this method."""
 
