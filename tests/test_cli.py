@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import http.server
-import inspect
 import io
 import json
 import os
@@ -271,6 +270,7 @@ def test_what_is_read_from_a_source_is_what_is_imported() -> None:
     from kvinterp.auditing.programs.names import NAMES as PROGRAMS
     from kvinterp.auditing.programs.names import OPERATIONS
     from kvinterp.common.spec import fields_of, first_line, plugin_rows
+    from kvinterp.common.words import unwrapped
     from kvinterp.engines.readers.registry import BINARY, READERS
     from kvinterp.metrics import REGISTRY
     from kvinterp.models import KINDS, SITES
@@ -287,7 +287,7 @@ def test_what_is_read_from_a_source_is_what_is_imported() -> None:
         )
         assert read == imported, name
         assert experiment_read(name).OVERWRITES == experiment_named(name).OVERWRITES
-        assert question_of(name) == inspect.getdoc(sys.modules[experiment_named(name).__module__])
+        assert question_of(name) == unwrapped(sys.modules[experiment_named(name).__module__].__doc__ or "")
     operations = [{"as text": f"rows(...)+{row['name']}(...)", **row} for row in plugin_rows(OPERATIONS)]
     plugins = {
         "strategies": plugin_rows(STRATEGIES),

@@ -180,7 +180,7 @@ def audit(
             context end), however far; ``"no"`` lists those that cost too much as not run.
         calls: Programs to run besides, with commas between, such as
             ``"rows(0+4)+feed(9)+feed(3,1)"``, or names for one, such as
-            ``"padded(left,5),batched(8)"``; or ``"all"`` names. Of each is said too how far it
+            ``"padded(left,5),batched(8)"``; or ``"all"`` names. Each line also says how far it
             moves logits in the model's own dtype, beside two recomputations in it (``distances``).
         programs: How many programs of the cache are run: some that try each use once, then drawn
             ones (``seed``).

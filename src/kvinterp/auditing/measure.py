@@ -134,7 +134,7 @@ class _Climb:
             self._not_finite(prefill)
             return
         self._keep("steps", number, prefill, free)
-        # Of several cases the last that has something to show.
+        # The last of several cases that has something to show.
         if run.top.empty or bool(top["difference"].any()) or not bool(run.top["difference"].any()):
             run.layers, run.top = layers, top
         # Given the reference's rows a model that has them already would compute the same once more.
@@ -173,7 +173,7 @@ class _Climb:
             return self._whole(stop, count)
         made = stop, equal_inputs
         if made not in self.again or len(next(iter(self.again[made].values()))) < count:
-            # Of what is a prompt of its own, too, every row is asked for.
+            # Every row of a prompt of its own is asked for, too.
             rows = stop if stop in self.plan.prefills and equal_inputs == "yes" else count
             self.again[made] = _rows(self.hooks, self.hooks.recompute(stop, equal_inputs)[0], rows)
         return {part: rows[-count:] for part, rows in self.again[made].items()}

@@ -67,7 +67,7 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
         measured: The audit, whose blocks the page shows too.
     """
     first, why, exercised = verdict.parts
-    # Of what was asked for and is off the first line says so, though the cache passes.
+    # The first line says so of what was asked for and is off, though the cache passes.
     off = any(check.status == PLAIN and check.asked for check in verdict.checks)
     figure = ladder_figure(verdict.evidence)
     said = why[: why.index(IN_PYTHON)] if IN_PYTHON in why else why

@@ -437,9 +437,7 @@ def _list(
     ] = None,
     as_json: Json = False,
 ) -> Mapping[str, Any]:
-    """List what can be named: models, kinds, sites, strategies, policies, metrics, kernels, calls,
-    paths and more.
-    """
+    """List what can be named: models, sites, strategies, policies, metrics, kernels and more."""
     if what is not None:
         rows = LISTED[what.value]()
         for line in described(what.value, rows):

@@ -122,7 +122,7 @@ LISTED: dict[str, Callable[[], list[Row]]] = {
     "protocols": lambda: _pairs("protocol", PROTOCOLS),
     "experiments": lambda: _pairs(
         "command",
-        {name: " ".join(question_of(name).partition("\n\n")[0].split()) for name in experiments()},
+        {name: question_of(name).partition("\n\n")[0] for name in experiments()},
     ),
 }
 LISTED |= {name: functools.partial(_handed, name) for name in handed("lists")}

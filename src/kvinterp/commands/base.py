@@ -10,7 +10,6 @@ command's name is that of the file. The help of the command line reads all this 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +27,7 @@ from kvinterp.commands.results import records
 from kvinterp.common.numbers import models_of
 from kvinterp.common.result import Result
 from kvinterp.common.store import Made
-from kvinterp.common.words import dtype_word
+from kvinterp.common.words import dtype_word, unwrapped
 from kvinterp.errors import InputError
 from kvinterp.findings import Chart, Finding, lines_of
 from kvinterp.models import Adapter
@@ -227,9 +226,7 @@ class Experiment:
     @classmethod
     def question(cls) -> str:
         """What is asked: the class's question, a page's heading, and what its file says."""
-        return "\n\n".join(
-            inspect.cleandoc(of.__doc__ or "") for of in (cls, sys.modules[cls.__module__])
-        )
+        return "\n\n".join(unwrapped(of.__doc__ or "") for of in (cls, sys.modules[cls.__module__]))
 
     def result_of(self, tables: Tables, summary: Mapping[str, Any]) -> Result:
         """What was found, from its tables and summary alone: without a model its figures and

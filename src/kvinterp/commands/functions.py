@@ -4,9 +4,8 @@ says it of a command's.
 
 from __future__ import annotations
 
-import inspect
-
 from kvinterp.commands.base import Experiment
+from kvinterp.common.words import unwrapped
 from kvinterp.patching import ActivationPatching as Restored
 from kvinterp.patching import Cause
 
@@ -24,7 +23,7 @@ class OfFunction(Experiment):
     @classmethod
     def question(cls) -> str:
         """What the class says: several share this file."""
-        return inspect.cleandoc(cls.__doc__ or "")
+        return unwrapped(cls.__doc__ or "")
 
 
 class ActivationPatching(OfFunction):

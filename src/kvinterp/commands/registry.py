@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from kvinterp.common.source import file_of
 from kvinterp.common.spec import plugins_read
 from kvinterp.common.wings import handed
+from kvinterp.common.words import unwrapped
 
 if TYPE_CHECKING:
     from kvinterp.commands.base import Experiment
@@ -70,9 +70,7 @@ def command_of(name: str) -> tuple[str, ...]:
 
 def question_of(name: str) -> str:
     """What the command is for, as its file's docstring says; the file is not imported."""
-    return inspect.cleandoc(
-        file_of(_modules()[name][0]).read_text(encoding="utf-8").split('"""')[1]
-    )
+    return unwrapped(file_of(_modules()[name][0]).read_text(encoding="utf-8").split('"""')[1])
 
 
 def experiment_read(name: str) -> Any:

@@ -24,6 +24,7 @@ from typing import Any, TypeVar, get_args
 from kvinterp.common import words
 from kvinterp.common.checks import check_known
 from kvinterp.common.source import file_of, source
+from kvinterp.common.words import unwrapped
 from kvinterp.errors import InputError, unknown
 
 Plugin = TypeVar("Plugin")
@@ -258,7 +259,7 @@ def plugin_rows(kinds: Mapping[str, type]) -> list[dict[str, str]]:
 
 def first_line(plugin: object) -> str:
     """What a plugin does, as its docstring's first paragraph says."""
-    return " ".join((plugin.__doc__ or "").strip().partition("\n\n")[0].split())
+    return unwrapped(plugin.__doc__ or "").partition("\n\n")[0]
 
 
 def fields_of(kind: Any) -> str:

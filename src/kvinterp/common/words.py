@@ -7,6 +7,7 @@ are checked where they are used, whatever the type says.
 
 from __future__ import annotations
 
+import inspect
 from typing import Literal
 
 Kind = Literal["native", "transformer_lens", "hooked", "bridge"]
@@ -40,6 +41,12 @@ ExperimentName = Literal[
     "kernels", "kv-error", "layer-drift", "localisation", "mitigate", "paper", "patch", "root-cause", "susceptibility",
     "turns", "which-run",
 ]  # fmt: skip
+
+
+def unwrapped(text: str) -> str:
+    """A docstring as paragraphs of one line each: where its lines were cut is no reader's business."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(" ".join(each.split()) for each in paragraphs)
 
 
 def dtype_word(dtype: object) -> str:

@@ -426,7 +426,7 @@ def _signs_changed(directions: Tensor) -> Change:
 
 
 def _features_changed(encoder: Encoder) -> Change:
-    """Of the features that fire in either run, those that fire in one alone."""
+    """The features that fire in one run alone, among those that fire in either."""
 
     def change(a: Tensor, b: Tensor) -> Tensor:
         dtype = next((p.dtype for p in getattr(encoder, "parameters", list)()), torch.float32)

@@ -193,7 +193,7 @@ def _nearest_rows(gaps: Tensor, shift: int, others: Sequence[tuple[Any, ...]]) -
 
 
 def _preferred(names: Sequence[str], name: str) -> str:
-    """Of names of one tensor the one that reads best beside theirs: its own, or one of its site."""
+    """The name of one tensor that reads best beside theirs: its own, or one of its site."""
     site = name.rpartition(" ")[0]
     return next(
         (n for n in names if n == name),

@@ -22,7 +22,7 @@ from kvinterp.models import Adapter
 from kvinterp.recording.engine_path import EnginePath
 
 Prefix = Callable[[Sequence[EnginePath], int], tuple[int, ...] | None]
-"""Of the paths of a file and the number of one: the prompt that the engine may have seen; None
+"""From the paths of a file and the number of one: the prompt that the engine may have seen; None
 where it is the same.
 """
 

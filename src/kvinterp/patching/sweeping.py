@@ -364,7 +364,7 @@ def _planned_lanes(
     def add(
         where: Sequence[int], layer: int, head: int | None = None, spot: Positions = positions
     ) -> None:
-        # Of several patches of the stream only the last has an effect; see the docstring of
+        # Only the last of several patches of the stream has an effect; see the docstring of
         # sweep().
         effective = layers_with(adapter, site, where)[-1 if shadowed and spot == positions else 0 :]
         patch = Patch(site, tuple(effective), None if head is None else (head,), spot, steps)

@@ -154,7 +154,7 @@ def _store(
     # without chunks.
     prefill = length if path.form == "cached" and path.prefill == "exact" else 0
     dtype, keeps = path.kernels.compute_dtype(adapter.dtype), dtype_named(path.cache_dtype)
-    # Of most hooks nothing is asked.
+    # Most hooks are asked nothing.
     reads = [hook.on_read for hook in hooks if hook.reads or path.policy.evicts]
     return Store(
         adapter.facts,
@@ -258,7 +258,7 @@ def scores_by_row(adapter: Adapter) -> bool:
     """Whether attention minds the number of a key's row besides what the row holds, as a bias for
     distance does.
 
-    Asked of the model and not of its config, which each architecture writes its own way. Of a few
+    Asked of the model and not of its config, which each architecture writes its own way. A few
     rows with keys of zeros all have the same score; so it does not matter which of them is the only
     one that has values, unless its number does.
 

@@ -152,7 +152,7 @@ def rows_null(adapter: Adapter, tokens: Tensor, start: int) -> dict[str, Any] | 
     whole, half = (
         _forward(adapter, text)[0, start:].double() for text in (tokens, tokens[:, :stop])
     )
-    # Of the likeliest token, since what a model masks has a logit of any size.
+    # The likeliest token is asked about, since what a model masks has a logit of any size.
     top, same = whole.amax(-1).abs().max(), whole[: len(half)] == half
     difference = (whole[: len(half)] - half).abs().masked_fill(same, 0.0).max()
     if not bool(top.isfinite() & difference.isfinite()):

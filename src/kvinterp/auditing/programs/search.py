@@ -350,7 +350,7 @@ def least(subject: Subject, one: Run, seconds: float, repeats: str = "no") -> Ru
             )
 
         def stays(program: Program) -> bool:
-            # Of short texts there are few.
+            # There are few short texts.
             long = all(
                 step.columns >= UNMET for step in program.steps if isinstance(step, Feed | Generate)
             )

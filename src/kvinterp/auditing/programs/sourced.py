@@ -219,7 +219,7 @@ class EncoderDecoderSubject(SourcedSubject):
         widths = [one.shape[1] for one in alone]
         self.seen = torch.zeros(len(made), max(widths), dtype=torch.long, device=twin.device)
         for row, width in enumerate(widths):
-            # Of those that are shorter some are padded on the left, others on the right.
+            # Some of the shorter ones are padded on the left, others on the right.
             end = max(widths) if row % 2 else width
             self.seen[row, end - width : end] = 1
         self.states = torch.zeros(
@@ -300,7 +300,7 @@ class EncoderDecoderSubject(SourcedSubject):
         return {"decoder_start_token_id": int(prompt[0, 0])}
 
     def numbered(self, told: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of a decoder generate() numbers the columns, where the forwards beside it are told the
+        """For a decoder generate() numbers the columns, where the forwards beside it are told the
         numbers of a row's tokens.
         """
         if self.offset is None or not self.plainly or "attention_mask" not in told:

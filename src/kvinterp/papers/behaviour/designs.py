@@ -74,7 +74,7 @@ def designed(name: str, base: str, rms: float, facts: ModelInfo) -> Design:
         return Design((early, late), {"early against late layers": {early: 1.0, late: -1.0}})
     heads = [placed(base, heads=(head,)) for head in range(facts.kv_heads)]
     rest = -1.0 / max(len(heads) - 1, 1)
-    # Of two heads one says it of the other.
+    # One of two heads says it of the other.
     told = heads if len(heads) > 2 else heads[:-1]
     contrasts = {
         f"KV head {number} against the others": {one: 1.0 if one == head else rest for one in heads}

@@ -302,7 +302,7 @@ def pooled(by_prompt: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
     """
     groups = by_prompt.groupby(list(keys), sort=False)
     sums = groups[[*SUMS, "rows", "rows_kept"]].sum()
-    # Of places that store in several formats the mean over their elements.
+    # Places that store in several formats have the mean over their elements.
     bits = (
         (by_prompt["bits"] * by_prompt["elements"])
         .groupby([by_prompt[key] for key in keys], sort=False)

@@ -291,7 +291,7 @@ def _rows_of_model(tables: Tables) -> Rows:
     grown = tables["amplification"].dropna(subset=["ratio"])
     l2 = only(grown, measure="l2").set_index("layer")
     if len(l2):
-        # Of the layers before which enough examples drift, where there is one.
+        # Among the layers before which enough examples drift, where there is one.
         enough = l2[l2["n"] >= metrics.FEWEST]
         most = (enough if len(enough) else l2)["ratio"].idxmax()
         for row in only(grown, layer=most).to_dict("records"):
