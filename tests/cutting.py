@@ -108,7 +108,7 @@ def cut_after(arguments: tuple[str, ...], out: Path, number: signal.Signals, sec
 def same(one: Path, other: Path) -> None:
     """Fails where two folders do not hold the same files, tables once sorted and all others byte for byte."""
     names = [sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")) for folder in (one, other)]
-    assert names[0] == names[1]
+    assert names[0] == names[1], sorted({*names[0]} ^ {*names[1]})
     for name in names[0]:
         left, right = one / name, other / name
         if left.is_dir() or left.name == "seconds.csv":

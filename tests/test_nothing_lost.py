@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from cutting import VERBS, Run, cut_after, ended, same, started
+from kvinterp.commands import results
+from kvinterp.common.store import clear_cells, write_whole
+from kvinterp.errors import InputError
 
 pytestmark = pytest.mark.xdist_group("nothing lost")
 AGAIN = "already holds a result"
@@ -61,6 +64,41 @@ def test_killed_at_any_moment_the_same_command_finishes_with_the_same(
     cut = cut_after(VERBS[verb], out, signal.SIGKILL, random.Random(f"{verb} {place}").uniform(0, run.seconds))
     assert cut.code in (0, -9), cut.said
     finishes(verb, out, expected)
+
+
+@pytest.mark.parametrize("step", ["the cells go", "the last file"])
+def test_killed_in_the_last_two_steps_it_is_no_result_yet(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The moment is too short for a random one to meet it often: 1 of some 300 did."""
+
+    class Killed(BaseException):
+        pass
+
+    def write(folder: Path, content: Any) -> None:
+        if step == "the last file" and folder.name == "summary.json" and '"interrupted"' not in str(content):
+            raise Killed
+        write_whole(folder, content)
+
+    def clear(folder: Path) -> None:
+        clear_cells(folder)
+        if step == "the cells go":
+            raise Killed
+
+    (tmp_path / ".cells" / "settings").mkdir(parents=True)
+    (tmp_path / ".cells" / "settings" / "cell.parquet").touch()
+    monkeypatch.setattr(results, "write_whole", write)
+    monkeypatch.setattr(results, "clear_cells", clear)
+    with pytest.raises(Killed):
+        results.write_result(tmp_path, {"verb": "compare"}, [], {}, {}, {})
+    assert not (tmp_path / ".cells").exists()
+    assert list(tmp_path.iterdir()) == [tmp_path / "summary.json"]
+    assert results.check_free(tmp_path, "compare")
+    assert not results.is_finished(tmp_path, {"verb": "compare"})
+    monkeypatch.undo()
+    results.write_result(tmp_path, {"verb": "compare"}, [], {}, {}, {})
+    with pytest.raises(InputError, match=AGAIN):
+        results.check_free(tmp_path, "compare")
 
 
 # Two at once -----------------------------------------------------------------------------------------------------------

@@ -164,9 +164,10 @@ def write_result(
         for path in filter(Path.is_file, folder.glob(name)):
             path.unlink(missing_ok=True)
     cut = {"interrupted": True} if ending == "interrupted" else {}
-    write_whole(place, strict_json({**summary, **cut, "settings": settings, "files": files}) + "\n")
     if ending == "finished":
+        # Before the summary: a run that is killed between the two is not yet a result.
         clear_cells(folder)
+    write_whole(place, strict_json({**summary, **cut, "settings": settings, "files": files}) + "\n")
     return [*(folder / f"{name}.parquet" for name in tables), place, *figures]
 
 
