@@ -16,7 +16,7 @@ import writing_given
 
 import kvinterp as kv
 from command_line import kvinterp, wrong
-from kvinterp.engines import numbers, side
+from kvinterp.engines import cause_search, distance, numbers
 from kvinterp.engines import ours as judging
 from kvinterp.engines.judge import audit_engine
 from kvinterp.engines.readers import read_engine
@@ -311,8 +311,9 @@ def test_of_a_large_vocabulary_and_of_long_texts_some_tokens_are_held_out(
     fault: str, model: Any, walked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is tried on few tokens is tried on tokens of several sequences: the first ones alone were all of one, and none held out."""
-    monkeypatch.setattr(side, "LOGITS", 64 * model.facts.vocabulary)
-    monkeypatch.setattr(side, "TRIED", 120)
+    monkeypatch.setattr(distance, "LOGITS", 64 * model.facts.vocabulary)
+    for module in (distance, cause_search):
+        monkeypatch.setattr(module, "TRIED", 120)
     found = audit_engine(model, walked(planted.FAULTS[fault][0], "float32"), "float32")
     # So few tokens are held out that a temperature may stay unnamed; it is never passed.
     assert found.verdict in (("processed", "unexplained") if "temperature" in fault else ("bug",)), str(found)

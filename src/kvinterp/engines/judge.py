@@ -258,18 +258,18 @@ def _verdict(
     checks = [
         dataclasses.replace(check, name=f"{side.name}: {check.name}") if two else check
         for side in sides
-        for check in side.checks
+        for check in side.distance.checks
     ]
     why = [
         f"  {side.name}: {side.word}: {side.why}" for side in sorted(sides, key=code, reverse=True)
     ]
-    tokens = f": {worst.where}" if worst.where and code(worst) else ""
+    tokens = f": {worst.distance.where}" if worst.distance.where and code(worst) else ""
     lines = [
         f"{head}, declared {dtype or 'no dtype'}{tokens}",
         *(why if two else [f"  {worst.why}"]),
     ]
     lines += [f"  {check.name}: {check.detail}" for check in checks]
-    table = {**worst.table, "begins": worst.begins}
+    table = {**worst.distance.table, "begins": worst.distance.begins}
     if (statistics := sides[0].statistics()) is not None:
         every, count = statistics["all"], len(statistics["by_sequence"])
         low, mean, high = (
@@ -285,10 +285,12 @@ def _verdict(
         words = [{"side": side.name, "verdict": side.word, "why": side.why} for side in sides]
         table |= {"side": worst.name, "sides": words}
     rows: list[Any] = (
-        [ours.row(TRUTH, number) for number in range(len(paths))] if "truth" in vars(worst) else []
+        [ours.row(TRUTH, number) for number in range(len(paths))]
+        if "truth" in vars(worst.distance)
+        else []
     )
     return Verdict(
-        worst.word, None, None if worst.word in GOOD else worst.begins, "", "", {}, tuple(checks), (), "\n".join(lines),
+        worst.word, None, None if worst.word in GOOD else worst.distance.begins, "", "", {}, tuple(checks), (), "\n".join(lines),
         "yes" if not code(worst) and worst.word not in GOOD else "no",
         {**provenance(adapter), "dtype": dtype or "not given"}, given=table,
         tokens=_token_table(adapter, paths, rows) if rows else None,
