@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from kvinterp.comparison.recordable import COMPARED
 from kvinterp.models import SITES, zoo
-from kvinterp.models.sites import ROUTING_SITES
 
 SEED = 20240
 PROMPT = (3, 17, 44, 9, 71, 26, 58, 5, 33, 90, 12, 64)
@@ -218,7 +217,7 @@ class Case:
     @property
     def sites(self) -> list[str]:
         """Every site this case must give; beside SDPA scores and patterns are derived."""
-        lacking = ("post",) if self.model == "zoo:moe-mini" else ROUTING_SITES
+        lacking = ("post",) if self.model == "zoo:moe-mini" else ("router",)
         return [site for site in SITES if site not in lacking]
 
     @property

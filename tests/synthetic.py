@@ -70,7 +70,6 @@ def comparison(
         "kv_steps": by_step(every).assign(let_go_a=0.0, let_go_b=0.0),
         "kv_positions": by_position(every),
         "kv": every.iloc[:0],
-        "routing": pd.DataFrame(columns=[*COLUMNS["routing"]]).astype({"after_flip": bool}),
         **_texts(joined["steps"], joined["examples"], heads),
     }
     return Comparison(**joined, failures=failures(), provenance=provenance(**changed))

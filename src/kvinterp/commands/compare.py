@@ -54,8 +54,8 @@ class Compare(OfModel):
     max_new_tokens: int = option(48, "The most tokens to decode per prompt.", min=1)
     record: str | None = option(
         None,
-        "Sites to compare, with commas (kvinterp list sites); '' for none. Default: resid_post,pattern,kv, and routing for "
-        "a mixture of experts, as far as the model has them.",
+        "Sites to compare, with commas (kvinterp list sites); '' for none. Default: resid_post,pattern,kv, as far as the "
+        "model has them.",
     )
     layers: tuple[int, ...] | None = option(
         None,

@@ -25,9 +25,6 @@ Pattern: TypeAlias = Float[Tensor, "*batch key"]
 #: Queries, keys, values or attention outputs, one vector a head.
 HeadVectors: TypeAlias = Float[Tensor, "*batch head_dim"]
 
-#: A router's logits, and behind them 1 for each expert that was chosen and 0 for the others.
-Routing: TypeAlias = Float[Tensor, "*batch two_experts"]
-
 #: One number of a metric for each element of the batch.
 Measure: TypeAlias = Float64[Tensor, "*batch"]
 

@@ -26,11 +26,11 @@ TextPositions = Literal["all", "prompt", "generated"]
 Kept = Literal["keep", "discard"]
 Site = Literal[
     "embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "result", "post",
-    "attn_scores", "pattern", "cache_k", "cache_k_pre", "cache_v", "router", "experts", "kv", "resid", "routing",
+    "attn_scores", "pattern", "cache_k", "cache_k_pre", "cache_v", "router", "kv", "resid",
 ]  # fmt: skip
 PatchSite = Literal[
     "embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "result", "post", "pattern",
-    "router", "experts", "cache_k", "cache_v", "kv",
+    "router", "cache_k", "cache_v", "kv",
 ]  # fmt: skip
 Over = Literal["single", "cumulative", "cumulative-from", "heads", "kv-heads", "blocks"]
 Direction = Literal["into-recompute", "into-cached"]

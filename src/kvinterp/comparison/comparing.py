@@ -32,7 +32,7 @@ from kvinterp.models.hook_names import Names, names_of, places_of, sites_of
 from kvinterp.models.inputs import checked_continuation, chosen_layers, encode, listed
 from kvinterp.models.positions import counted
 from kvinterp.models.provenance import provenance
-from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROUTING_SITES, ROWS
+from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.batches import in_batches
@@ -79,11 +79,10 @@ def compare(
         seed: Seeds the random numbers.
         continuation: Token ids to feed both paths (matched, one prompt) instead of the leading
             path's choices.
-        record: Sites to compare, out of the residual sites, pattern, the cache sites (``kv``) and
-            ``routing``, or hooks by TransformerLens's names (``blocks.1.attn.hook_pattern``), which
-            are of one layer; ``""`` for none; for None resid_post, pattern, kv and, in a mixture of
-            experts, routing, without those that this model cannot give (the log says which and
-            why). Under SDPA, which shows no pattern, it is derived beside the kernel from queries
+        record: Sites to compare, all but ``attn_scores``, or hooks by TransformerLens's names
+            (``blocks.1.attn.hook_pattern``), which are of one layer; ``""`` for none; for None
+            resid_post, pattern and kv, without those that this model cannot give (the log says
+            which and why). Under SDPA, which shows no pattern, it is derived beside the kernel from queries
             and keys; the tables say so.
         layers: Layers to compare (default: all).
         stop: ``"end of sequence"`` or ``"length"``.
@@ -492,11 +491,5 @@ def _sites_to_compare(
     if wrong:
         raise InputError(
             f"site {wrong[0]!r} cannot be compared: expected one of {', '.join(COMPARED)} or kv; use run() to record it."
-        )
-    routing = set(ROUTING_SITES).intersection(sites)
-    if len(routing) == 1:
-        raise InputError(
-            f"site {routing.pop()!r} alone cannot be compared: a choice is read beside the logits that it is made from; record "
-            "routing, which is both."
         )
     return names

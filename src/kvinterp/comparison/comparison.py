@@ -37,7 +37,6 @@ TABLES = (
     "kv",
     "tokens",
     "attention_rows",
-    "routing",
 )
 PARTS = (*TABLES, "failures")
 """The tables of a comparison, and with them the list of what could not be compared."""
@@ -116,10 +115,6 @@ class Comparison(Result):
             on the same text (three at most, within a budget:
             :mod:`kvinterp.comparison.attention_rows`): one row an example, step, layer, query head
             and absolute position: a, b (probabilities), after_flip.
-        routing: Of a mixture of experts one row an example, step and layer with a router: changed
-            (whether another set of experts was chosen), difference (the largest of a router's
-            logit), margin_a and margin_b (the least logit chosen less the largest that was not),
-            after_flip.
         failures: Examples left out because NaN or Inf appeared: example, id, message.
         provenance: Paths, protocol, strategy and provenance.
         origin: Model and token ids, where it was made in this process; None where it was read from
@@ -137,7 +132,6 @@ class Comparison(Result):
     kv_steps: pd.DataFrame
     kv_positions: pd.DataFrame
     kv: pd.DataFrame
-    routing: pd.DataFrame
     tokens: pd.DataFrame
     attention_rows: pd.DataFrame
     failures: pd.DataFrame

@@ -50,7 +50,6 @@ def rows_of_comparison(comparison: Comparison) -> list[Finding]:
         _first_tensor_rows,
         _layer_rows,
         _attention_rows,
-        _routing_rows,
         _cache_rows,
     )
     return [*(row for part in parts for row in part(comparison)), *left]
@@ -200,20 +199,6 @@ def _attention_rows(comparison: Comparison) -> Iterator[Finding]:
     prompts = decoded(comparison, "heads")["example"].nunique()
     yield finding("largest mean KL of an attention head", means.max(), n=prompts, measure="nats", note=derived, layer=layer,
                   head=head)  # fmt: skip
-
-
-def _routing_rows(comparison: Comparison) -> Iterator[Finding]:
-    table = decoded(comparison, "routing")
-    if len(table):
-        changed = table.loc[table["changed"].astype(bool), "layer"]
-        note = f"first in layer {changed.min()}" if len(changed) else ""
-        yield share_of(
-            "choices of experts that change",
-            table["changed"],
-            table["example"],
-            unit="choices",
-            note=note,
-        )
 
 
 def _cache_rows(comparison: Comparison) -> Iterator[Finding]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.models.hook_names import hook_of, listed_names, places_of
-from kvinterp.models.sites import CACHE_SITES, ROUTING_SITES, VECTOR_SITES, expand_sites
+from kvinterp.models.sites import CACHE_SITES, VECTOR_SITES, expand_sites
 from kvinterp.recording import SiteHook
 
 DEFAULT_RECORD = ("resid_post", "pattern", "kv")
-COMPARED = (*VECTOR_SITES, "pattern", *CACHE_SITES, *ROUTING_SITES)
+COMPARED = (*VECTOR_SITES, "pattern", *CACHE_SITES)
 """All sites that can be compared."""
 
 
@@ -23,7 +23,7 @@ def recordable(
     Args:
         adapter: The model.
         record: Sites, which must all exist, or None for those of :data:`DEFAULT_RECORD` that the
-            model can give, with ``routing`` if it has routers.
+            model can give.
         layers: The layers they are recorded at.
 
     Returns:
@@ -40,8 +40,7 @@ def recordable(
         ), {}
     available: list[str] = []
     left_out: dict[str, str] = {}
-    routed = any(adapter.supports("experts", layer) for layer in layers)
-    for name in (*DEFAULT_RECORD, *["routing"] * routed):
+    for name in DEFAULT_RECORD:
         try:
             _check(adapter, expand_sites(name), layers)
             available += expand_sites(name)

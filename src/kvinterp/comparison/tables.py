@@ -23,9 +23,8 @@ from kvinterp.common.shapes import Flag, Measure
 from kvinterp.comparison.attention_rows import COLUMNS, AttentionRows
 from kvinterp.comparison.cache_errors import CacheErrors, Span
 from kvinterp.comparison.table import Table
-from kvinterp.metrics.routing import routing_of
 from kvinterp.models.attaching import Site
-from kvinterp.models.sites import ROUTING_SITES, ROWS, VECTOR_SITES
+from kvinterp.models.sites import ROWS, VECTOR_SITES
 
 _CACHED = {"cache_k": "K", "cache_k_pre": "K before RoPE", "cache_v": "V"}
 """The names of the cache sites in the tables."""
@@ -192,15 +191,6 @@ class Differences:
             a, b = map(torch.stack, padded)
             self.rows.add(step, layers, self.heads, end, (a, b), marks, flips)
             self._wait("pattern", [_Piece(step, labels, (a, b))])
-        if set(ROUTING_SITES) <= layers_of.keys():
-            layers = layers_of["experts"]
-            a, b = (
-                torch.stack(
-                    [routing_of(*(path[site, x] for site in ROUTING_SITES)) for x in layers]
-                )
-                for path in tensors
-            )
-            self._wait("routing", [_Piece(step, {"layer": layers, "example": examples}, (a, b))])
         # After the rows of attention, which are chosen among as soon as the KL is known.
         self._wait(
             "logits", [_Piece(step, {"example": examples}, (logits[0].clone(), logits[1].clone()))]

@@ -14,7 +14,7 @@ from kvinterp.common.shapes import Flag, Measure
 from kvinterp.errors import InputError
 
 #: What a metric compares, see :mod:`kvinterp.common.shapes`.
-Kind = Literal["logits", "residual", "pattern", "kv", "routing"]
+Kind = Literal["logits", "residual", "pattern", "kv"]
 
 
 class Fills(NamedTuple):
@@ -33,7 +33,6 @@ KINDS: dict[Kind, Fills] = {
     "logits": Fills("steps", ("example",)),
     "residual": Fills("layers", ("site", "layer", "example")),
     "pattern": Fills("heads", ("layer", "example", "head")),
-    "routing": Fills("routing", ("layer", "example")),
     "kv": Fills("kv", ("tensor", "layer", "example", "kv_head", "position")),
 }
 """The kinds of tensors that are compared, each with the table of its numbers."""

@@ -21,7 +21,7 @@ from kvinterp.models.adapter import Adapter, KeysValuesRead, KVStore
 from kvinterp.models.caches import CacheKind, check_plain
 from kvinterp.models.door import importing_transformer_lens
 from kvinterp.models.hook_names import hook_name
-from kvinterp.models.hooks import Tap, heads_tap, routing_tap, wrapping_methods
+from kvinterp.models.hooks import Tap, heads_tap, router_tap, wrapping_methods
 from kvinterp.models.native import (
     cast_transformers,
     decoder_layers,
@@ -29,7 +29,7 @@ from kvinterp.models.native import (
     plain_experts,
     transformers_facts,
 )
-from kvinterp.models.sites import MLP_SITES, ROUTING_SITES
+from kvinterp.models.sites import MLP_SITES
 from kvinterp.models.transformer_lens_api import generated_by
 from kvinterp.models.transformers_cache import OnTransformersCache, TransformersCache, model_cache
 
@@ -175,8 +175,8 @@ class BridgeAdapter(OnTransformersCache):
                 f"site {site!r} has no hook in a bridge: it is read from the cache."
             )
         block: Any = self.model.blocks[layer]  # type: ignore[index]
-        if site in ROUTING_SITES:
-            return routing_tap(getattr(block, "mlp", None), site, layer, self.facts.architecture)
+        if site == "router":
+            return router_tap(getattr(block, "mlp", None), layer, self.facts.architecture)
         if site == "result":
             z = self.tap("z", layer)
             output = getattr(getattr(block.attn, "o", None), "original_component", None)

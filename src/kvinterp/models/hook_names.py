@@ -32,7 +32,6 @@ HOOKS_READ = {hook: site for site, hook in HOOKS.items()} | {
     "mlp.out.hook_in": "post",
     "embed.hook_out": "embed",
     "mlp.gate.hook_out": "router",
-    "mlp.hook_expert_indices": "experts",
 }
 """The site of each hook name that is accepted: those of :data:`HOOKS` and other names for the same
 sites.
@@ -42,7 +41,8 @@ _NEAREST = {
     "ln_final.hook_normalized": "hook_resid_post of the last block, which the final norm reads",
     "ln_final.hook_scale": "hook_resid_post of the last block, which the final norm reads",
     "attn.hook_rot_q": "attn.hook_q, the queries before RoPE",
-    "mlp.hook_expert_weights": "mlp.hook_expert_indices, the experts that were chosen",
+    "mlp.hook_expert_indices": "mlp.gate.hook_out, the logits that experts are chosen by",
+    "mlp.hook_expert_weights": "mlp.gate.hook_out, the logits that experts are chosen by",
     "mlp.hook_pre": "mlp.hook_post, the neurons behind the activation",
     "ln1.hook_normalized": "hook_resid_pre, which the first norm reads",
     "ln2.hook_normalized": "hook_resid_mid, which the second norm reads",

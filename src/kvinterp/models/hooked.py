@@ -20,9 +20,9 @@ from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KeysValuesRead, KVStore, ModelInfo
 from kvinterp.models.caches import CacheKind, OwnCache, add_reader, check_plain
 from kvinterp.models.hook_names import hook_name
-from kvinterp.models.hooks import Tap, routing_tap, wrapping_methods
+from kvinterp.models.hooks import Tap, router_tap, wrapping_methods
 from kvinterp.models.native import copied
-from kvinterp.models.sites import LAYOUTS, MLP_SITES, ROUTING_SITES
+from kvinterp.models.sites import LAYOUTS, MLP_SITES
 from kvinterp.models.transformer_lens_api import generated_by
 
 
@@ -262,8 +262,8 @@ class HookedAdapter(Adapter):
     def tap(self, site: str, layer: int) -> Tap:
         """Finds the HookPoint of a site."""
         block: Any = self.model.blocks[layer]  # type: ignore[index]
-        if site in ROUTING_SITES:
-            return routing_tap(getattr(block, "mlp", None), site, layer, self.facts.architecture)
+        if site == "router":
+            return router_tap(getattr(block, "mlp", None), layer, self.facts.architecture)
         rotary = self.model.cfg.positional_embedding_type == "rotary"  # type: ignore[union-attr]
         if site == "cache_k" and rotary:
             return Tap(block.attn.hook_rot_k, head_major=True)

@@ -34,7 +34,7 @@ class Tap:
         module: The module to hook.
         side: ``"input"`` (first argument), ``"output"``, ``"softmax"`` (scores or pattern inside
             eager attention), ``"fused"`` (the same, derived from the arguments of SDPA),
-            ``"heads"`` (each head's part of an output projection), or ``"routing"`` (a router
+            ``"heads"`` (each head's part of an output projection), or ``"router"`` (the router
             inside an MLP).
         heads: Number of heads to split the last dimension into, or None where the layout is the
             common one already. For ``"fused"``: the number of query heads.
@@ -96,9 +96,19 @@ class Functions(TorchFunctionMode):
         return func(*args, **kwargs) if result is NotImplemented else result
 
 
-def routing_tap(mlp: Any, site: str, layer: int, architecture: str) -> Tap:
-    """Makes the tap of a router's site; raises UnsupportedError where the layer has no router."""
-    return Tap(mlp, "routing", experts=experts_in(mlp, site, layer, architecture))
+def router_tap(mlp: Any, layer: int, architecture: str) -> Tap:
+    """Makes the tap of a router's logits.
+
+    Raises:
+        UnsupportedError: The layer has no router.
+    """
+    router: Any = router_of(mlp)
+    if router is None:
+        raise UnsupportedError(
+            f"site 'router' is not there: layer {layer} of {architecture} has no router that chooses experts (no module named "
+            f"{' or '.join(ROUTERS[:2])} in its MLP)."
+        )
+    return Tap(mlp, "router", experts=router.weight.shape[0])
 
 
 def heads_tap(z: Tap, architecture: str) -> Tap:
@@ -244,10 +254,10 @@ def tap_hooks(
         return _mode_hooks(tap.module, lambda _: mode, rank)
     if tap.side == "heads":
         return _head_hooks(tap, emit, rows)
-    if tap.side == "routing":
+    if tap.side == "router":
         return _mode_hooks(
             tap.module,
-            lambda stream: _routing_mode(site, tap.experts, stream.shape[:-1], emit),
+            lambda stream: _router_mode(tap.experts, stream.shape[:-1], emit),
             rank,
         )
     if tap.side == "input":
@@ -332,9 +342,7 @@ def _sdpa_mode(
 
 # Each architecture returns the router's result in a tuple of its own and makes weights of it in its
 # own way (softmax before or after the choice, sigmoid with a bias, groups). All of them compute a
-# product with as many columns as there are experts, and after it a ``topk`` over as many columns,
-# which is the choice. So the hooks listen to these two calls; logits can be replaced, a choice can
-# only be read.
+# product with as many columns as there are experts. So the hook listens to that call.
 
 ROUTERS = ("gate", "router", "W_gate")
 """The names of the module whose rows are the experts."""
@@ -358,46 +366,25 @@ def router_of(mlp: Any) -> nn.Module | None:
     return None
 
 
-def experts_in(mlp: Any, site: str, layer: int, architecture: str) -> int:
-    """Counts the experts that the router of a layer chooses among.
-
-    Raises:
-        UnsupportedError: The layer has no router.
-    """
-    router: Any = router_of(mlp)
-    if router is None:
-        raise UnsupportedError(
-            f"site {site!r} is not there: layer {layer} of {architecture} has no router that chooses experts (no module named "
-            f"{' or '.join(ROUTERS[:2])} in its MLP)."
-        )
-    return router.weight.shape[0]
-
-
-def _routing_mode(
-    site: str, experts: int, rows: torch.Size, emit: Callable[[Tensor], Tensor | None]
+def _router_mode(
+    experts: int, rows: torch.Size, emit: Callable[[Tensor], Tensor | None]
 ) -> Functions:
-    """Makes a mode that emits the router's logits, or its choice, once inside one MLP of ``rows``,
+    """Makes a mode that emits the router's logits, once inside one MLP of ``rows``,
     ``[batch, position]``.
     """
     emitted = False
 
-    def emit_rows(columns: Tensor, tensor: Tensor) -> Tensor | None:
-        nonlocal emitted
-        # One row a token. Architectures that choose groups of experts first do that by a tensor of
-        # one dimension more.
-        if emitted or columns.shape != (rows.numel(), experts):
-            return None
-        emitted = True
-        new = emit(tensor.reshape(*rows, -1))
-        return None if new is None else new.reshape(tensor.shape)
-
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output, new = func(*args, **kwargs), None
-        if site == "router" and func is nn.functional.linear:
-            new = emit_rows(output, output)
-        elif site == "experts" and func in (torch.topk, Tensor.topk):
-            emit_rows(in_order(args, kwargs)[0][0], output.indices)
-        return output if new is None else new
+        nonlocal emitted
+        if func is not nn.functional.linear:
+            return NotImplemented
+        output = func(*args, **kwargs)
+        # One row a token.
+        if emitted or output.shape != (rows.numel(), experts):
+            return output
+        emitted = True
+        new = emit(output.reshape(*rows, -1))
+        return output if new is None else new.reshape(output.shape)
 
     return Functions(run)
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.adapter import Adapter, ModelInfo, NotingStore
 from kvinterp.models.attaching import Site
-from kvinterp.models.hooks import Tap, hooks_suspended, routing_tap, tap_hooks
-from kvinterp.models.sites import LAYOUTS, ROUTING_SITES
+from kvinterp.models.hooks import Tap, hooks_suspended, router_tap, tap_hooks
+from kvinterp.models.sites import LAYOUTS
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "fc2")
@@ -41,7 +41,7 @@ BEFORE_MLP = ("pre_feedforward_layernorm", "ln_2", "post_attention_layernorm", "
 
 INSIDE = tuple(
     site for site, layout in LAYOUTS.items()
-    if layout.group in ("residual", "attention", "mlp", "routing") and site not in ("resid_pre", "resid_post", "result")
+    if layout.group in ("residual", "attention", "mlp") and site not in ("resid_pre", "resid_post", "result")
 )  # fmt: skip
 """Sites that a module inside a block shows; ``result`` is computed from z."""
 ROUNDING = 2.0**-6
@@ -84,8 +84,8 @@ class NativeSites:
         if site in ("resid_pre", "resid_post"):
             return Tap(block, "input" if site == "resid_pre" else "output")
         attention, mlp = _child(block, ATTENTION), _child(block, MLP)
-        if site in ROUTING_SITES:
-            return routing_tap(mlp, site, layer, self.facts.architecture)
+        if site == "router":
+            return router_tap(mlp, layer, self.facts.architecture)
         if site == "post":
             down = None if mlp is None else _child(mlp, DOWN)
             if down is None:

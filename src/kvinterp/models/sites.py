@@ -19,8 +19,7 @@ class Layout:
 
     Attributes:
         meaning: The meaning of the site.
-        group: ``"embedding"``, ``"residual"``, ``"attention"``, ``"mlp"``, ``"cache"`` or
-            ``"routing"``.
+        group: ``"embedding"``, ``"residual"``, ``"attention"``, ``"mlp"`` or ``"cache"``.
         axes: The axes after the batch's, separated by commas.
         hook: TransformerLens's hook in a block, or in the whole model for the embedding; empty
             where no hook leads to the site.
@@ -98,8 +97,7 @@ LAYOUTS: dict[str, Layout] = {
     "cache_k": Layout("keys of every position as attention reads them, after RoPE", "cache", _CACHED),
     "cache_k_pre": Layout("keys of every position before RoPE", "cache", _CACHED),
     "cache_v": Layout("values of every position as attention reads them", "cache", _CACHED),
-    "router": Layout("logits of the router, one per expert (mixtures of experts)", "routing", "position, expert"),
-    "experts": Layout("the experts that the router chose, by number (mixtures of experts)", "routing", "position, chosen"),
+    "router": Layout("logits of the router, one per expert (mixtures of experts)", "mlp", "position, expert"),
 }  # fmt: skip
 SITES: dict[str, str] = {site: layout.meaning for site, layout in LAYOUTS.items()}
 ROWS = "cache_positions"
@@ -108,13 +106,10 @@ ROWS = "cache_positions"
 """
 LAYOUTS[ROWS] = Layout("absolute positions of the rows in the cache", "rows", "kv_head, row")
 RESIDUAL_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "residual")
-VECTOR_SITES = tuple(
-    site for site, layout in LAYOUTS.items() if layout.gathers and layout.group != "routing"
-)
+VECTOR_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.gathers)
 """Sites that have one vector, or one a head, at each position."""
 CACHE_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "cache")
-ROUTING_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "routing")
-WITHIN_MLP = tuple(site for site, layout in LAYOUTS.items() if layout.group in ("mlp", "routing"))
+WITHIN_MLP = tuple(site for site, layout in LAYOUTS.items() if layout.group == "mlp")
 """Sites inside an MLP, which some layers of a model may lack."""
 MLP_SITES = ("mlp_out", *WITHIN_MLP)
 """All sites of the MLP, which come after ``resid_mid``."""
@@ -122,7 +117,6 @@ ATTENDED_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.keys)
 GROUPS = {
     "kv": ("cache_k", "cache_v"),
     "resid": ("resid_pre", "resid_mid", "resid_post"),
-    "routing": ROUTING_SITES,
 }
 """Names for several sites."""
 

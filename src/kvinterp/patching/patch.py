@@ -172,10 +172,6 @@ def check_patch_site(site: object) -> None:
         raise InputError(
             "'attn_scores' can be recorded and not patched: patch 'pattern', which is made of them."
         )
-    if site == "experts":
-        raise InputError(
-            "'experts' can be recorded and not patched: patch 'router', the logits that they are chosen by."
-        )
     check_known("patch site", site, PATCH_SITES)
 
 

@@ -28,7 +28,7 @@ STEPS = ("every", "first")
 ONE_ROW = tuple(
     site
     for site, layout in LAYOUTS.items()
-    if layout.gathers and layout.group not in ("routing", "embedding") and site != "resid_pre"
+    if layout.gathers and site not in ("embed", "resid_pre", "router")
 )
 """The sites of a layer's one-row result; ``resid_pre`` is the result of the layer before."""
 

@@ -1,10 +1,10 @@
-"""The router's sites: what a plain loop of transformers computes, in every architecture and kind, and where there is none."""
+"""The router's logits: what a plain loop of transformers computes, in every architecture and kind."""
 
 import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.errors import UnsupportedError
 from kvinterp.models.bridge import build_bridge
 from routed import CONFIGS, EXPERTS, LAYERS, PROMPT, built, router
 from support import assert_bitwise
@@ -41,32 +41,29 @@ def plain(model, path):
 @architectures
 @pytest.mark.bits
 @pytest.mark.parametrize("path", ["cached", "recompute"])
-def test_the_logits_and_choices_are_those_of_a_plain_loop_to_the_bit(name, path):
+def test_the_logits_are_those_of_a_plain_loop_to_the_bit(name, path):
     model = built(name, torch.float32)
     steps = plain(model, path)
-    trace = kv.run(kv.wrap(model), PROMPT, path, record="routing", **HOW)
+    trace = kv.run(kv.wrap(model), PROMPT, path, record="router", **HOW)
     assert sorted({layer for _, layer in trace.records}) == LAYERS[name]
     for step, found in enumerate(steps):
-        for layer, (logits, _, chosen) in found.items():
+        for layer, (logits, *_) in found.items():
             assert_bitwise(trace["router", layer][step], logits, f"router logits of layer {layer} at step {step}")
-            assert trace["experts", layer][step].tolist() == chosen.tolist()
             assert trace["router", layer].shape == (STEPS, EXPERTS[name])
 
 
 @architectures
 def test_a_bridge_shows_the_same_and_all_positions_are_there(name):
     model = built(name)
-    native = kv.run(kv.wrap(model), PROMPT, "recompute", record="routing", positions="all", **HOW)
+    native = kv.run(kv.wrap(model), PROMPT, "recompute", record="router", positions="all", **HOW)
     bridge = kv.wrap(build_bridge(built(name), name))
-    trace = kv.run(bridge, PROMPT, "recompute", record="routing", positions="all", **HOW)
+    trace = kv.run(bridge, PROMPT, "recompute", record="router", positions="all", **HOW)
     assert trace.records.keys() == native.records.keys()
     for layer in LAYERS[name]:
         for step in range(STEPS):
             ours, theirs = (each.records["router", layer][step] for each in (trace, native))
             assert ours.shape == (len(PROMPT) + step, EXPERTS[name])
             torch.testing.assert_close(ours, theirs, **WITHIN)
-            chosen = trace.records["experts", layer][step]
-            assert torch.equal(chosen.sort().values, native.records["experts", layer][step].sort().values)
 
 
 @architectures
@@ -74,7 +71,7 @@ def test_a_bridge_shows_the_same_and_all_positions_are_there(name):
 def test_recording_and_putting_back_ones_own_logits_change_no_bit(name):
     model = kv.wrap(built(name, torch.float32))
     bare = kv.run(model, PROMPT, "recompute", **HOW)
-    donor = kv.run(model, PROMPT, "recompute", record="routing", positions="all", max_new_tokens=1)
+    donor = kv.run(model, PROMPT, "recompute", record="router", positions="all", max_new_tokens=1)
     tokens = torch.tensor([PROMPT])
     with torch.no_grad():
         own = model.model(input_ids=tokens).logits
@@ -89,7 +86,11 @@ def test_what_has_no_router_says_so():
         kv.run(dense, "1 + 1 =", record="router")
     model = built("deepseek-v3")
     with pytest.raises(UnsupportedError, match="layer 0 of DeepseekV3ForCausalLM has no router"):
-        kv.run(kv.wrap(model), PROMPT, record="experts", layers=[0])
-    model = built("mixtral")
-    with pytest.raises(InputError, match="site 'router' alone cannot be compared"):
-        kv.compare(kv.wrap(model), [PROMPT], record="router")
+        kv.run(kv.wrap(model), PROMPT, record="router", layers=[0])
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
+def test_routers_are_compared_as_any_vector(name):
+    layers = kv.compare(kv.wrap(built(name)), [PROMPT], record="router,mlp_out", max_new_tokens=2, progress="none").layers
+    assert set(layers.loc[layers["site"] == "router", "layer"]) == {*LAYERS[name]}
+    assert layers["l2"].notna().all()

@@ -8,7 +8,7 @@ import torch
 import kvinterp as kv
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import SITES
-from kvinterp.models.sites import LAYOUTS, ROUTING_SITES
+from kvinterp.models.sites import LAYOUTS
 
 PROMPT = [3, 5, 7, 9, 2, 4, 8, 10, 6, 1, 3, 7]
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -71,7 +71,7 @@ def recorded(model):
 def test_the_axes_count_what_the_table_says(tiny):
     """As many positions, heads and keys as there are, on a model with more query heads than KV heads."""
     adapter, shown, _ = recorded(tiny("Llama", hidden_size=40, num_attention_heads=4, num_key_value_heads=2))
-    assert {site for site, _ in shown} == set(SITES) - set(ROUTING_SITES)
+    assert {site for site, _ in shown} == set(SITES) - {"router"}
     for (site, _), tensor in shown.items():
         layout, shape = LAYOUTS[site], (1, *tensor.shape)
         assert (len(shape), shape[layout.rows]) == (layout.dimensions, len(PROMPT)), site
@@ -165,7 +165,7 @@ def test_bridge_shows_keys_after_their_norm_and_refuses_what_never_fires(tiny):
 
     adapter, shown, refused = recorded(build_bridge(tiny("Qwen3", head_dim=10), "qwen"))
     # The bridge calls the gate of a gated MLP as a router is called.
-    assert refused == set(ROUTING_SITES)
+    assert refused == {"router"}
     for layer, site in itertools.product(range(2), ("k", "cache_k_pre")):
         key = shown[site, layer].transpose(0, 1) if site == "k" else shown[site, layer]
         assert close(key[:, 0], shown["cache_k", layer][:, 0])

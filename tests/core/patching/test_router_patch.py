@@ -1,10 +1,9 @@
-"""Changed choices of experts are found where they were planted, and nothing where nothing was; a router's logits are patched."""
+"""A router's logits are patched as any other site."""
 
 import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.errors import InputError
 from routed import PROMPT, built, router
 
 pytestmark = pytest.mark.bits
@@ -13,7 +12,7 @@ SHARE = 1e-5
 """What float32 inside routers leaves of a share of 1, where a planted choice moves the logits by a tenth and more."""
 
 
-def test_a_routers_logits_are_patched_as_any_other_site_and_choices_are_not():
+def test_a_routers_logits_are_patched_as_any_other_site():
     """With a router that gives other logits to a row alone, its logits carry all of the difference."""
     model = built("mixtral")
     gate = router(model, 2)
@@ -34,5 +33,3 @@ def test_a_routers_logits_are_patched_as_any_other_site_and_choices_are_not():
         assert row["recovery"] == pytest.approx(float(row["layer"] == 2), abs=SHARE), row
     control = swept.controls.set_index("control")["recovery"]
     assert control["together"] == pytest.approx(1.0, abs=SHARE)
-    with pytest.raises(InputError, match="'experts' can be recorded and not patched: patch 'router'"):
-        kv.sweep(kv.wrap(model), [PROMPT], "experts", **HOW)
