@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from kvinterp.papers.behaviour import paper_figures, paper_tables
 from kvinterp.papers.behaviour.boundary import boundary_tables, correlations_with_flip
-from kvinterp.papers.studies import paper as p
 
 VERBS = ("weakens", "strengthens")
 PAPERS = pd.DataFrame([{"model": "m", "paper": "LLaMA-2-7B", "trend": "weakens"}])
@@ -20,7 +20,7 @@ def trend_of(flip: Any, kl: Any) -> dict[str, Any]:
     """The row of Table 3 of decodes, one a prompt, that flip at these steps, the paper's step 0 being 1, with these mean KL."""
     table = {"flip_index": np.asarray(flip, float), "mean_kl": kl, "matched_mean_kl": kl, "example": range(len(flip))}
     flips = pd.DataFrame(table).assign(model="m", strategy="all")
-    (row,) = p.table_3(correlations_with_flip(flips), ["m"], PAPERS).to_dict("records")
+    (row,) = paper_tables.table_3(correlations_with_flip(flips), ["m"], PAPERS).to_dict("records")
     return row
 
 
@@ -85,7 +85,7 @@ def test_the_control_takes_each_prompt_once() -> None:
     papers = pd.DataFrame(
         columns=["model", "paper", "strategy", "mean_kl", "mean_kl_low", "mean_kl_high", "cache_acc", "no_cache_acc"]
     )
-    table = p.table_1(made, steps, 5, papers)
+    table = paper_tables.table_1(made, steps, 5, papers)
     matched = made[made["protocol"] == "matched"]
     for row in table.to_dict("records"):
         means = matched[matched["strategy"] == row["strategy"]].groupby("example")["mean_kl"].mean()
@@ -97,14 +97,14 @@ def test_the_control_takes_each_prompt_once() -> None:
         assert (row["same_tokens_low"], row["same_tokens_high"]) == pytest.approx((ends.low, ends.high), abs=0.07 * wide)
     assert table["decodes"].tolist() == [8, 16]
     assert table["p_bonferroni"].between(0, 1).all()
-    assert {"Decodes": "decodes", "p (Bonferroni)": "p_bonferroni"}.items() <= p.SHOWN["table_1"][2].items()
-    few = p.table_1(*(part[part["example"] < 5] for part in (made, steps)), 5, papers)
+    assert {"Decodes": "decodes", "p (Bonferroni)": "p_bonferroni"}.items() <= paper_figures.SHOWN["table_1"][2].items()
+    few = paper_tables.table_1(*(part[part["example"] < 5] for part in (made, steps)), 5, papers)
     assert few[["same_tokens_low", "same_tokens_high"]].isna().all(axis=None)
 
 
 def test_kl_by_step_has_the_interval_of_prompts() -> None:
     _, steps = decodes()
-    by = p.mean_by_step(steps)
+    by = paper_tables.mean_by_step(steps)
     assert len(by) == 2 * 2 * 10
     (row,) = by.query("strategy == 'greedy' and protocol == 'free' and step == 4").to_dict("records")
     kl = steps.query("strategy == 'greedy' and protocol == 'free' and step == 4")["kl"].to_numpy()
@@ -116,7 +116,7 @@ def test_kl_by_step_has_the_interval_of_prompts() -> None:
 def test_every_view_of_the_flips_says_its_n() -> None:
     """Four prompts flip, too few for the views of thirds and of correlations, which say so and are not left out."""
     tables = {f"figure_4_{name}": table for name, table in boundary_tables(*decodes()).items()}
-    points, thirds, correlations, margins = p.views_of(tables)
+    points, thirds, correlations, margins = paper_figures.views_of(tables)
     assert list(points.names.values()) == ["m: 8 flips (n = 4)"]
     for panel in (thirds, correlations):
         assert panel.table[panel.x].isna().all()

@@ -13,17 +13,13 @@ kvinterp, where the prefill's token is step 0.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
-import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from kvinterp.commands.cells import those
 from kvinterp.commands.kit import (
@@ -44,23 +40,25 @@ from kvinterp.commands.kit import (
     ends_of,
     joined,
     load_prompts,
-    number,
     only,
     option,
     paths_of,
     sampled,
 )
-from kvinterp.common.numbers import ends_said, listed
-from kvinterp.metrics.statistics import FEWEST, FEWEST_RESAMPLED, quiet
-from kvinterp.papers.behaviour.boundary import boundary_tables, pooled
-from kvinterp.papers.behaviour.divergence import (
-    DECODE,
-    accuracy_of,
-    conditions,
-    divergence_of,
-    kl_by_step_of,
-    with_ends,
-    with_free_steps,
+from kvinterp.common.numbers import listed
+from kvinterp.metrics.statistics import FEWEST, FEWEST_RESAMPLED
+from kvinterp.papers.behaviour.boundary import boundary_tables
+from kvinterp.papers.behaviour.divergence import kl_by_step_of
+from kvinterp.papers.behaviour.paper_figures import SHOWN, bare, bars_of, titled, views_of, written
+from kvinterp.papers.behaviour.paper_tables import (
+    PAPER,
+    PROTOCOLS,
+    RESAMPLES,
+    decodes_of,
+    mean_by_step,
+    table_1,
+    table_2,
+    table_3,
 )
 from kvinterp.papers.studies.behaviour import Behaviour, failures_of
 from kvinterp.papers.studies.layer_drift import NULL, ONE_STEP, LayerDrift
@@ -112,27 +110,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 in the text that we have, nor are top_k's and top_p's constants: ``few`` (those of the highest KL,
 where the paper chose so) and the two strategies are ours."""
 
-PAPER = """
-architecture,paper,strategy,mean_kl,mean_kl_low,mean_kl_high,cache_acc,no_cache_acc,trend
-LlamaForCausalLM,LLaMA-2-7B,greedy,10.68,10.63,10.74,.033,.020,weakens
-LlamaForCausalLM,LLaMA-2-7B,top_k,10.70,10.65,10.74,.033,.012,weakens
-LlamaForCausalLM,LLaMA-2-7B,top_p,10.79,10.75,10.83,.028,.017,weakens
-MistralForCausalLM,Mistral-7B-v0.3,greedy,11.46,11.40,11.53,.066,.020,strengthens
-MistralForCausalLM,Mistral-7B-v0.3,top_k,10.70,10.66,10.76,.065,.017,strengthens
-MistralForCausalLM,Mistral-7B-v0.3,top_p,10.90,10.85,10.94,.050,.019,strengthens
-Gemma2ForCausalLM,Gemma-2-2B,greedy,12.66,12.62,12.70,.019,.021,strengthens
-Gemma2ForCausalLM,Gemma-2-2B,top_k,12.80,12.76,12.84,.039,.011,strengthens
-Gemma2ForCausalLM,Gemma-2-2B,top_p,12.83,12.79,12.86,.033,.013,strengthens
-"""
-"""The paper's Table 1, by the architecture of its models, and the last column of its Table 3. In
-every condition all of its decodes diverge, and in FP32 none flips; the other numbers of its Tables
-2 and 3 are lost in the text that we have."""
-
-RESAMPLES = 1000
-PROTOCOLS = {
-    "free": "each path its own text, as in the paper",
-    "matched": "control: the same tokens",
-}
 _PATCHES = {
     ("paper", "single"): "the paper's patch, one layer",
     ("paper", "cumulative"): "the paper's patch, layers 0 to this one",
@@ -140,8 +117,6 @@ _PATCHES = {
     ("kv-into-cached", "cumulative"): "control: K and V into the cached path, layers 0 to this one",
 }
 _ONCE = f"95% of {RESAMPLES:,} resamples of prompts, each once"
-ENDS = ("", "_low", "_high")
-"""What ends the names of the columns of a number and of the ends of its interval."""
 MEASURES = {"l2": "L2", "cosine_distance": "1 - cosine"}
 _ROWS = {
     "none": "each path its own text, as in the paper",
@@ -439,424 +414,3 @@ class Paper(OfModels):
             name: Chart(f"Figure {name[-1]}. {title}", panels, notes)
             for name, (title, panels, notes) in figures.items()
         }
-
-
-# Tables -------------------------------------------------------------------------------------------
-
-
-def decodes_of(parts: Parts, dtype: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The decodes in a precision and their steps in both protocols; the mean KL is that of the
-    steps that the paper counts.
-    """
-    tables = joined(parts, f"{dtype}-")
-    steps = with_free_steps(tables["decodes"], tables["steps"])
-    means = steps[steps["step"] > 0].groupby([*DECODE, "protocol"])["kl"].mean().rename("mean_kl")
-    return tables["decodes"].drop(columns="mean_kl").join(means, on=[*DECODE, "protocol"]), steps
-
-
-def mean_kl_of(decodes: pd.DataFrame, seeds: int) -> tuple[float, float, float]:
-    """The mean KL with its interval as the paper takes it: run pairs are resampled as if each were
-    independent of the others.
-
-    Args:
-        decodes: Some decodes.
-        seeds: How often a greedy decode counts, which draws nothing: once a seed.
-    """
-    kl = (
-        decodes["mean_kl"]
-        .repeat(np.where(decodes["strategy"] == "greedy", seeds, 1))
-        .dropna()
-        .to_numpy(float)
-    )
-    if len(kl) < 2:
-        return kl.mean() if len(kl) else np.nan, np.nan, np.nan
-    random = np.random.default_rng(0)
-    with quiet():
-        drawn = stats.bootstrap(
-            (kl,), np.mean, method="percentile", n_resamples=RESAMPLES, random_state=random
-        )
-    return kl.mean(), *drawn.confidence_interval
-
-
-def mean_over_prompts(kl: pd.Series, examples: pd.Series) -> tuple[float, float, float]:
-    """The mean KL with its interval, each prompt once: by the mean of its decodes, of which
-    greedy's are copies.
-
-    Args:
-        kl: One number a decode.
-        examples: The prompt of each.
-    """
-    return next(
-        _resampled(kl.groupby(examples).mean().to_frame()).itertuples(index=False, name=None)
-    )
-
-
-def mean_by_step(steps: pd.DataFrame) -> pd.DataFrame:
-    """The same of every step.
-
-    Args:
-        steps: As :func:`decodes_of` gives them.
-
-    Returns:
-        One row a model, strategy, protocol and step: mean_kl_low, mean_kl_high.
-    """
-    tables = []
-    for labels, group in conditions(steps, "model", "strategy", "protocol"):
-        means = group.pivot_table("kl", "example", "step", aggfunc="mean")
-        tables.append(
-            _resampled(means)
-            .drop(columns="mean_kl")
-            .rename_axis("step")
-            .reset_index()
-            .assign(**labels)
-        )
-    return pd.concat(tables, ignore_index=True)
-
-
-def _resampled(means: pd.DataFrame) -> pd.DataFrame:
-    """The mean of every column with the percentile interval of its resampled rows, a row a column;
-    NaN for fewer than FEWEST.
-    """
-    values, n = means.to_numpy(float), len(means)
-    ends = np.full((2, values.shape[1]), np.nan)
-    if n >= FEWEST:
-        draws = np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
-        counts = np.stack([np.bincount(draw, minlength=n) for draw in draws])
-        ends = np.quantile(counts @ values / n, (0.025, 0.975), axis=0)
-    return pd.DataFrame(
-        dict(
-            zip(
-                (f"mean_kl{end}" for end in ENDS),
-                (values.mean(0) if n else ends[0], *ends),
-                strict=True,
-            )
-        ),
-        index=means.columns,
-    )
-
-
-def beside(
-    table: pd.DataFrame, papers: pd.DataFrame, on: Sequence[str], **columns: str
-) -> pd.DataFrame:
-    """A table with the paper's numbers, the control's columns behind them."""
-    named = papers[["paper", *on, *columns]].drop_duplicates().rename(columns=columns)
-    control = [name for name in table if name.startswith("same_tokens")]
-    # The estimates behind their ends, so that the last column is the control.
-    control.sort(key=lambda name: not name.endswith(("_low", "_high")))
-    merged = table.merge(named, "left", list(on))
-    return merged[[*merged.columns.drop(control), *control]]
-
-
-def table_1(
-    decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int, papers: pd.DataFrame
-) -> pd.DataFrame:
-    """The paper's Table 1, a row a model and strategy.
-
-    Args:
-        decodes: As :func:`decodes_of` gives them.
-        steps: The same.
-        seeds: How often the paper counts a greedy decode.
-        papers: The paper's numbers, by model and strategy.
-
-    Returns:
-        decodes, n (examples), div_rate and mean_kl (free, with the paper's interval), median_kl
-        (over examples, by order statistics), cache_acc, no_cache_acc, p_bonferroni (McNemar's test,
-        or sign flips by example), what the paper has, and same_tokens, the mean KL with both paths
-        fed the same tokens, each example once. Estimates have their ends in _low and _high.
-    """
-    answers = {
-        "accuracy_a": "cache_acc",
-        "accuracy_b": "no_cache_acc",
-        "p_bonferroni": "p_bonferroni",
-    }
-    right = accuracy_of(decodes)[["model", "strategy", *answers]].rename(columns=answers)
-    table = _conditions(decodes, steps, seeds).merge(right, "left", ["model", "strategy"])
-    numbers = papers.rename(columns={"strategy": "family"}).assign(div_rate=1.0)
-    names = ("div_rate", "mean_kl", "mean_kl_low", "mean_kl_high", "cache_acc", "no_cache_acc")
-    return beside(table, numbers, ["model", "family"], **{name: f"paper_{name}" for name in names})
-
-
-def _conditions(decodes: pd.DataFrame, steps: pd.DataFrame, seeds: int) -> pd.DataFrame:
-    """How often and how far the paths part on their own texts, by model and strategy, and the mean
-    KL of both protocols.
-    """
-    table = only(divergence_of(decodes, steps), protocol="free").rename(
-        columns={"rate": "div_rate", "low": "div_rate_low", "high": "div_rate_high"}
-        | {f"typical_kl{end}": f"median_kl{end}" for end in ENDS}
-    )
-    rows = table[["model", "strategy"]].to_dict("records")
-    groups = [only(decodes, **condition) for condition in rows]
-    free, same = ([only(group, protocol=protocol) for group in groups] for protocol in PROTOCOLS)
-    means = {
-        "mean_kl": [mean_kl_of(group, seeds) for group in free],
-        "same_tokens": [mean_over_prompts(group["mean_kl"], group["example"]) for group in same],
-    }
-    for name, estimates in means.items():
-        table[[f"{name}{end}" for end in ENDS]] = estimates
-    table["family"] = table["strategy"].str.partition("(")[0]
-    numbers = [
-        f"{name}{end}"
-        for name in ("div_rate", "mean_kl", "median_kl", "same_tokens")
-        for end in ENDS
-    ]
-    return table[["model", "strategy", "family", "decodes", "n", *numbers]]
-
-
-def table_2(
-    found: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]], papers: pd.DataFrame
-) -> pd.DataFrame:
-    """The paper's Table 2, a row a model: the decodes of all strategies in FP16 and in FP32, of the
-    examples that have both.
-
-    Args:
-        found: Decodes and steps by precision; empty where none was finished.
-        papers: The paper's numbers, by model.
-
-    Returns:
-        n (examples), decodes; of each precision the mean KL (free, with the paper's interval) and
-        the share of decodes that flip; what the paper has; the mean KL of each with the same
-        tokens.
-    """
-    if not found:
-        return pd.DataFrame()
-    shared = found["fp32"][0][DECODE].drop_duplicates()
-    tables = []
-    for precision, parts in found.items():
-        decodes, steps = (pooled(part.merge(shared, on=DECODE)) for part in parts)
-        table = _conditions(decodes, steps, 1).set_index("model")
-        names = {
-            "mean_kl": f"{precision}_kl",
-            "div_rate": f"{precision}_flip",
-            "same_tokens": f"same_tokens_{precision}_kl",
-        }
-        columns = {f"{old}{end}": f"{new}{end}" for old, new in names.items() for end in ENDS}
-        # The counts are those of FP16.
-        counts = ["n", "decodes"] * (precision == "fp16")
-        tables.append(table[[*counts, *columns]].rename(columns=columns))
-    both = pd.concat(tables, axis=1).reset_index()
-    return beside(both, papers.assign(fp32_flip=0.0), ["model"], fp32_flip="paper_fp32_flip")
-
-
-def table_3(
-    correlations: pd.DataFrame, models: Sequence[str], papers: pd.DataFrame
-) -> pd.DataFrame:
-    """The paper's Table 3, a row a model: Pearson's correlation of the first flip's step and the
-    mean KL, strategies pooled.
-
-    Args:
-        correlations: As :func:`kvinterp.papers.behaviour.boundary.correlations_with_flip` gives
-            them of pooled decodes.
-        models: Those that have a row, also where no decode flips.
-        papers: The paper's trend, by model.
-
-    Returns:
-        flips, n (examples); full, without_0 (flips after step 0) and without_8; trend from full to
-        without_0, where that lies outside the interval of full, or why there is none; the paper's;
-        same_tokens, full, of the KL with the same tokens.
-    """
-    rows = []
-    for model in models:
-        group = only(correlations, model=model)
-        if group.empty:
-            rows.append({"model": model, "flips": 0, "n": 0, "trend": "no decode flips"})
-            continue
-        free, same = (
-            only(group, quantity=name).set_index("method")
-            for name in ("mean_kl", "matched_mean_kl")
-        )
-        full, without_0 = free.loc["pearson"], free.loc["restricted>1"]
-        row = {
-            "model": model,
-            "flips": full["n"],
-            "n": full["n_prompts"],
-            "trend": _trend(full, without_0),
-        }
-        estimates = dict(
-            zip(
-                ("full", "without_0", "without_8"),
-                (free.loc[method] for method in METHODS),
-                strict=True,
-            )
-        )
-        for name, estimate in {**estimates, "same_tokens": same.loc["pearson"]}.items():
-            row |= with_ends(name, *estimate[["value", "low", "high"]])
-        rows.append(row)
-    return beside(pd.DataFrame(rows), papers, ["model"], trend="paper_trend")
-
-
-def _trend(full: pd.Series, without_0: pd.Series) -> str:
-    """How a correlation changes without the flips at step 0, which only an interval can say; or why
-    nothing is said.
-    """
-    why = full["why"] or without_0["why"]
-    if why or without_0["n"] == full["n"]:
-        return why or "no flip at step 0"
-    if pd.isna([full["low"], full["high"], without_0["low"], without_0["high"]]).any():
-        return f"no interval: fewer than {FEWEST_RESAMPLED} prompts"
-    if full["low"] <= without_0["value"] <= full["high"]:
-        return "not told apart: within the interval"
-    return "strengthens" if abs(without_0["value"]) > abs(full["value"]) else "weakens"
-
-
-# Figures ------------------------------------------------------------------------------------------
-
-METHODS = {
-    "pearson": "full",
-    "restricted>1": "without step 0",
-    "restricted>9": "without steps 0 to 8",
-}
-
-
-def bars_of(table: pd.DataFrame) -> pd.DataFrame:
-    """Table 2 as Figure 3 draws it: a row a model, precision and protocol."""
-    return pd.DataFrame([
-        {"line": f"{bare(row['model'])}, {precision.upper()} (n = {row['n']})", "protocol": protocol}
-        | dict(zip(("kl", "low", "high"), (row[f"{name}{end}"] for end in ENDS), strict=True))
-        for row, precision in itertools.product(table.to_dict("records"), ("fp16", "fp32"))
-        for protocol, name in (("free", f"{precision}_kl"), ("matched", f"same_tokens_{precision}_kl"))
-    ])  # fmt: skip
-
-
-def views_of(tables: Tables) -> list[Panel]:
-    """The four views of Figure 4: flip step and KL, early against late flips, correlations, and the
-    decision boundary.
-    """
-    names = {"mean_kl": PROTOCOLS["free"], "matched_mean_kl": PROTOCOLS["matched"]}
-    flips, thirds, correlations, margins = (
-        tables[f"figure_4_{name}"] for name in ("flips", "thirds", "correlations", "prediction")
-    )
-    points = flips.melt(["flip_index", "model"], list(names), "quantity", "kl").dropna(
-        subset=["kl"]
-    )
-    prompts = flips.groupby("model", sort=False)["example"].nunique()
-    of = {model: f"{bare(model)}: {counted(int(count), 'flip')} (n = {prompts[model]})" for model, count in
-          flips["model"].value_counts(sort=False).items()}  # fmt: skip
-    thirds = thirds.assign(line=_lines(thirds, "strategy", "n_prompts"))
-    at = {"margin_at_flip": "at a first flip", "margin_elsewhere": "at other steps"}
-    margins = margins.assign(line=_lines(margins, "strategy", "n", "flips"))
-    margins = pd.concat(
-        [ends_of(margins, name).rename(columns={name: "margin"}).assign(at=name) for name in at]
-    )
-    correlations = correlations[correlations["method"].isin(METHODS)]
-    correlations = correlations.assign(
-        line=_lines(correlations.replace({"method": METHODS}), "method", "n_prompts")
-    )
-    dots = functools.partial(Panel, y="line", kind="dots")
-    return [
-        Panel(points, "flip_index", "kl", "points", color="model", names=of, facet="quantity", titles=names,
-              label="mean KL (nats)", xlabel="step of the first flip"),
-        dots(thirds, "ratio", color="quantity", names=names, scale="log", level=1, why="why",
-             label="mean KL of the earliest third of flips over the latest"),
-        dots(correlations, "value", color="quantity", names=names, scale="linear", level=0, why="why",
-             label="Pearson's correlation of flip step and mean KL"),
-        dots(margins.dropna(subset=["margin"]), "margin", color="at", names=at, scale="linear",
-             label="margin of the two highest logits (median over prompts)"),
-    ]  # fmt: skip
-
-
-def _lines(table: pd.DataFrame, what: str, n: str, flips: str = "") -> list[str]:
-    """The labels of dots: the model, what a row is of, and how many prompts, and flips, it rests
-    on.
-    """
-    return [
-        f"{bare(row['model'])}, {row[what]} "
-        + f"(n = {row[n]}{', ' + counted(row[flips], 'flip') if flips else ''})".replace(
-            " ", "\u00a0"
-        )
-        for row in table.to_dict("records")
-    ]
-
-
-def titled(table: pd.DataFrame, n: str) -> dict[str, str]:
-    """The titles of panels by model, with how many prompts they rest on."""
-    ends = table.groupby("model", sort=False)[n].agg(["min", "max"]) if len(table) else table
-    return {
-        model: f"{bare(model)}, n = {' to '.join(dict.fromkeys(map(str, each)))}"
-        for model, *each in ends.itertuples()
-    }
-
-
-def bare(model: str) -> str:
-    """A model's name in a figure."""
-    return model.removeprefix("zoo:")
-
-
-# The tables on the page ---------------------------------------------------------------------------
-
-
-def written(row: Mapping[str, Any], column: str, own: str) -> str:
-    """A cell of ours (``own`` is empty) or of the paper: an estimate and its interval; one that
-    begins with % is a share.
-    """
-    if own and column == "model":
-        return f"paper: {row['paper']}"
-    if own and column == "strategy":
-        return str(row[column]).partition("(")[0]
-    name = f"{own}{column.removeprefix('%')}"
-    value = row.get(name, "")
-    if isinstance(value, str):
-        return value
-    form = _share if column[0] == "%" else "{:.4g}".format if own else number
-    return form(value) + ends_said(
-        row.get(f"{name}_low"), row.get(f"{name}_high"), " [{}]", form
-    ).replace(" to ", ", ")
-
-
-def _share(value: float) -> str:
-    return "–" if pd.isna(value) else f"{100 * value:.3g}%"
-
-
-SHOWN: dict[str, tuple[str, str, dict[str, str]]] = {
-    "table_1": (
-        "Divergence, KL and accuracy",
-        "The mean's interval is the paper's bootstrap: it takes run pairs as independent, though seeds of a prompt are not and "
-        "greedy's are copies. The median's is by order statistics over prompts. They differ because a mean follows the few "
-        "decodes that flip early. The control's interval resamples prompts, each once. p is of the difference of the accuracies: "
-        "McNemar's exact test where a prompt is decoded once, else sign flips by prompt; Bonferroni over the rows.",
-        {
-            "Model": "model",
-            "Strategy": "strategy",
-            "n": "n",
-            "Decodes": "decodes",
-            "Div. rate": "%div_rate",
-            "Mean KL [95% CI]": "mean_kl",
-            "Median KL [95% CI]": "median_kl",
-            "Cache acc.": "%cache_acc",
-            "No-cache acc.": "%no_cache_acc",
-            "p (Bonferroni)": "p_bonferroni",
-            "Control: mean KL, same tokens": "same_tokens",
-        },
-    ),
-    "table_2": (
-        "FP16 against FP32, strategies pooled",
-        "With the same tokens as many decodes flip, since up to the first flip both paths read the same. Where the paper's rows "
-        "are empty, its numbers are lost in the text that we have.",
-        {
-            "Model": "model",
-            "n": "n",
-            "FP16 KL": "fp16_kl",
-            "FP32 KL": "fp32_kl",
-            "FP16 flip": "%fp16_flip",
-            "FP32 flip": "%fp32_flip",
-            "Control: FP16 KL, same tokens": "same_tokens_fp16_kl",
-            "Control: FP32 KL, same tokens": "same_tokens_fp32_kl",
-        },
-    ),
-    "table_3": (
-        "Pearson's correlation of the step of the first flip and the mean KL, strategies pooled",
-        "An early flip leaves more steps of two texts, so the correlation is negative by counting; with the same tokens no step "
-        "is of two texts. Steps are counted as in the paper: flip 0 is at the first step that a cache decides. The trend is from "
-        "Full to Excl. flip 0, where that lies outside the interval of Full.",
-        {
-            "Model": "model",
-            "flips": "flips",
-            "n": "n",
-            "Full": "full",
-            "Excl. flip 0": "without_0",
-            "Excl. flips 0 to 8": "without_8",
-            "Trend": "trend",
-            "Control: full, same tokens": "same_tokens",
-        },
-    ),
-}
-"""The tables of the page: what each is, a note, and the columns by their heads."""
