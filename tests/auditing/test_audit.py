@@ -14,7 +14,8 @@ from architectures import build, some
 from transformers import AutoTokenizer
 
 import kvinterp as kv
-from kvinterp.auditing.audit import RUNGS, audit
+from kvinterp.auditing.arguments import RUNGS
+from kvinterp.auditing.audit import audit
 from kvinterp.auditing.building import random_model
 from kvinterp.auditing.ladder import PrecisionRun
 from kvinterp.auditing.page import issue_tables, told_apart

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from kvinterp.auditing.audit import CHECKS, against_named, audit
+from kvinterp.auditing.arguments import CHECKS
+from kvinterp.auditing.audit import against_named, audit
 from kvinterp.auditing.building import is_code, random_model, users_model
 from kvinterp.auditing.folder import check_own, put
 from kvinterp.auditing.page import files_of, ladder_figure
