@@ -14,7 +14,7 @@ from command_line import wrong as refused
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.pasted import pasted
 from kvinterp.auditing.programs.search import tried
-from kvinterp.auditing.uses import CacheAsked
+from kvinterp.auditing.subjects import GivenCache
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.caches import cache_named
 
@@ -55,7 +55,7 @@ USES = {
 
 
 def subject(model, cache, lossy=False):
-    return CacheAsked(cache_named(cache), lossy).subject(kv.wrap(model))
+    return GivenCache(cache_named(cache), lossy).subject(kv.wrap(model))
 
 
 def one(model, cache, use, lossy=False):
@@ -120,7 +120,7 @@ def test_a_cache_that_loses_is_excused_only_where_it_is_said_to(model):
 
 
 def test_a_cache_of_sixteen_bits_is_held_against_the_plain_forward_where_its_casts_are_lifted(model):
-    asked = CacheAsked(cache_named(given.Half), True)
+    asked = GivenCache(cache_named(given.Half), True)
     adapter = kv.wrap(model)
     assert not asked.subject(adapter).lossy
     assert "loses nothing here" in asked.notes[0]
@@ -128,7 +128,7 @@ def test_a_cache_of_sixteen_bits_is_held_against_the_plain_forward_where_its_cas
     assert with_casts.lossy
     assert "loses something" in asked.notes[0]
     assert tried(with_casts, program_named(USES["reorder_cache"])).word == "right"
-    undeclared = CacheAsked(cache_named(given.Half)).subject(adapter, (torch.float32,))
+    undeclared = GivenCache(cache_named(given.Half)).subject(adapter, (torch.float32,))
     assert tried(undeclared, program_named("rows(0)+feed(9)+feed(3,1)")).word == "wrong"
 
 

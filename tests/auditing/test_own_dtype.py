@@ -10,8 +10,7 @@ import torch
 import kvinterp as kv
 from kvinterp.auditing.own_dtype import Distance, distance_of, distances_of
 from kvinterp.auditing.programs.model_subject import ModelSubject
-from kvinterp.auditing.programs.names import program_named
-from kvinterp.auditing.uses import programs_named
+from kvinterp.auditing.programs.names import program_named, programs_named
 from kvinterp.models.hooks import wrapping_methods
 
 QUICK = {"rungs": ("float64",), "lengths": (5,), "sweep": "no", "programs": 1, "seconds": 1.0}

@@ -11,7 +11,8 @@ from bank.small import small
 from torch import nn
 
 from kvinterp.auditing.checks import Check
-from kvinterp.auditing.uses import programs_named, uses_of
+from kvinterp.auditing.programs.names import programs_named
+from kvinterp.auditing.uses import uses_of
 from kvinterp.models import wrap
 
 NOT_RIGHT = ("wrong", "off without a cache too")

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from kvinterp.auditing.blocks import prompts_for
+from kvinterp.auditing.edges import edges_of
 from kvinterp.auditing.ladder import dtype_name
+from kvinterp.auditing.programs.names import programs_named
 from kvinterp.auditing.programs.program import Program
-from kvinterp.auditing.uses import edges_of, programs_named
 from kvinterp.common.checks import check_text, given_list, whole_number
 from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids

@@ -34,19 +34,12 @@ from kvinterp.auditing.ladder import dtype_name, prefix_plan
 from kvinterp.auditing.own_code import behind, decoded, decoded_far, subject_of, texts_of
 from kvinterp.auditing.own_dtype import distance_of, distances_of
 from kvinterp.auditing.programs.function_subject import FunctionSubject
+from kvinterp.auditing.programs.names import programs_named
 from kvinterp.auditing.programs.running import RIGHT, WRONG
 from kvinterp.auditing.programs.subject import Subject
 from kvinterp.auditing.reading import Evidence, of_functions
-from kvinterp.auditing.uses import (
-    PROGRAMS,
-    SECONDS,
-    CacheAsked,
-    check_functions,
-    counted_in,
-    dropped_by,
-    programs_named,
-    uses_of,
-)
+from kvinterp.auditing.subjects import GivenCache, counted_in, dropped_by
+from kvinterp.auditing.uses import PROGRAMS, SECONDS, check_functions, uses_of
 from kvinterp.auditing.verdict import Audit, Verdict, allowed
 from kvinterp.common.checks import (
     check_callable,
@@ -237,7 +230,7 @@ def audit(
                 f"cache={kind} was given, which is kvinterp's own: give a cache of transformers' or of yours."
             )
         if not isinstance(kind, Dynamic):
-            return _audit_cache(adapter, CacheAsked(kind, lossy == "yes"), arguments)
+            return _audit_cache(adapter, GivenCache(kind, lossy == "yes"), arguments)
         if inputs is not None:
             return _audit_functions(behind(adapter, prompts, inputs), arguments, "prompts")
     check_unread("requests", requests, "any", "the model's own caches are tried; leave it out")
@@ -369,7 +362,7 @@ def _audit_functions(subject: Subject, arguments: Mapping[str, Any], *read: str)
     return verdict
 
 
-def _audit_cache(adapter: Adapter, asked: CacheAsked, arguments: Mapping[str, Any]) -> Verdict:
+def _audit_cache(adapter: Adapter, asked: GivenCache, arguments: Mapping[str, Any]) -> Verdict:
     """A cache that is not the model's own: the word of the programs on it.
 
     Args:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.blocks import evaluating, prompts_for
+from kvinterp.auditing.blocks import evaluating
 from kvinterp.auditing.checks import BEYOND, NOT_RUN, NUMBERS, UNCLEAR, Check
+from kvinterp.auditing.edges import edge_programs, far_programs, past
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.auditing.programs.crashes import CRASHES, OURS, whose
 from kvinterp.auditing.programs.model_subject import ModelSubject
-from kvinterp.auditing.programs.names import program_for, program_named
-from kvinterp.auditing.programs.operations.crop import croppable
+from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.pasted import pasted
 from kvinterp.auditing.programs.place import placed
 from kvinterp.auditing.programs.program import Program
@@ -35,29 +35,15 @@ from kvinterp.auditing.programs.search import (
     search,
     tried,
 )
-from kvinterp.auditing.programs.subject import NARROW, ROOM, Subject, apart
-from kvinterp.common import spec
-from kvinterp.errors import UnsupportedError, named, out_of_memory, reason
+from kvinterp.auditing.programs.subject import ROOM, Subject, apart
+from kvinterp.auditing.subjects import GivenCache, subject_instead, widest_subject
+from kvinterp.errors import UnsupportedError, named, out_of_memory
 from kvinterp.models import Adapter
-from kvinterp.models.caches import MOVES, CacheKind, MadeBy, Named, offers
 from kvinterp.models.door import quiet_transformers
-from kvinterp.models.positions import Counted, counted, counted_by
 
 PROGRAMS, SECONDS = 100, 80.0
 """Programs that are run unless told, and processor seconds that they take at most."""
 SIXTEEN = (torch.float16, torch.bfloat16)
-CHUNK_NAMES = ("chunk_size", "mamba_chunk_size", "attention_chunk_size")
-SWITCHING = ("dynamic", "longrope", "yarn")
-"""Kinds of RoPE whose frequencies are other ones beyond some length."""
-POSITIONS, PRODUCTS = 4096, {"cpu": 8e10, "cuda": 5e13}
-"""Positions of one program at the most, and products of a forward, a few seconds' worth; ``reach``
-goes to any.
-"""
-FILL, LOGITS, FAR = 512, 2**26, 98
-"""Columns at once of a long text; numbers that the logits of one may hold; and tokens behind which
-a step is asked where it puts
-the next one: more than a compressed cache as a rule keeps."""
-REACH = "--reach"
 FEWER_BITS = "a tensor is cast to 16 bits in this use that the plain forward keeps wider"
 
 
@@ -69,7 +55,7 @@ def uses_of(
     given: Sequence[Program] = (),
     reach: str = "no",
     progress: Callable[[str], None] = lambda _: None,
-    asked: CacheAsked | None = None,
+    asked: GivenCache | None = None,
 ) -> list[Check]:
     """Tries a model's cache in every use that it offers.
 
@@ -91,12 +77,12 @@ def uses_of(
     make = ModelSubject if asked is None else asked.subject
     with as_it_was(adapter), torch.no_grad():
         try:
-            subject, why = _subject(adapter, make)
+            subject, why = widest_subject(adapter, make)
         except OwnError:
             raise
         except Exception as error:
             return [_met(adapter, error)]
-        edges, not_reached = _edges(adapter, reach)
+        edges, not_reached = edge_programs(adapter, reach)
         names = {
             str(program_named(text)): (f"over the {name}", size)
             for (name, size), texts in edges.items()
@@ -106,16 +92,16 @@ def uses_of(
             *given,
             *(program for program in map(program_named, names) if subject.offers(program.rows)),
         ]
-        further, dear = _further(adapter, reach)
+        further, dear = far_programs(adapter, reach)
         ahead = [*map(program_named, further)]
         found = search(subject, programs, seconds, seed, first, progress=progress, further=ahead)
-        if subject.lifted and (own := _instead(adapter, found, make)) is not None:
+        if subject.lifted and (own := subject_instead(adapter, found, make)) is not None:
             subject, why = own
             found = search(
                 subject, programs, seconds, seed, first, progress=progress, further=ahead
             )
         names = {
-            str(program_named(text)): (_past(size), size) for text, size in further.items()
+            str(program_named(text)): (past(size), size) for text, size in further.items()
         } | names
         not_reached += [*dear, *_cut(found, names, programs, seconds)]
         checks = _checks(subject, found, names, {*map(str, given)})
@@ -172,7 +158,7 @@ def check_functions(
     ahead = [*map(program_named, further)] if programs else []
     found = search(subject, most, seconds, seed, given, progress=progress, further=ahead)
     edges = {
-        str(program): (_past(size), size)
+        str(program): (past(size), size)
         for program, size in zip(ahead, further.values(), strict=False)
     }
     # A cache that nobody was asked to fill may say in this way that it is full.
@@ -201,153 +187,6 @@ def check_functions(
         *refused,
         *_cut(found, edges, most, seconds),
     ]
-
-
-def dropped_by(adapter: Adapter, asked: CacheAsked) -> Counted | None:
-    """Where the model puts a token behind rows that its user's cache dropped; None where that keeps
-    all.
-    """
-    length = min(FAR, adapter.facts.context)
-    if not isinstance(asked.kind, MadeBy | Named) or not adapter.plain or length < 3:
-        return None
-    tokens = torch.tensor(prompts_for(adapter, 1, length, 0), device=adapter.device)
-    return counted(adapter, lambda: asked.kind.make(adapter.config, length), tokens)
-
-
-def counted_in(subject: Subject) -> Counted | None:
-    """Where anybody's own step puts a token behind rows that its cache dropped; None where it keeps
-    all, or cannot be asked.
-    """
-    text = [subject.tokens[n % len(subject.tokens)] for n in range(min(FAR, subject.room - 1))]
-    with contextlib.suppress(Exception), subject.running():
-        # Its id is none of the numbers that a position may be.
-        text[-1] = next((token for token in subject.tokens if token >= len(text)), text[-1])
-        return counted_by(lambda ids, cache: subject.feed(ids, cache), subject.tensor([text]))
-    return None
-
-
-@dataclasses.dataclass
-class CacheAsked:
-    """A cache that is not the model's own, of which an audit is asked.
-
-    Attributes:
-        kind: What makes it.
-        declared: Whether it is said to lose something.
-        notes: What is to be said beside the checks.
-        lossy: Whether it was seen to.
-    """
-
-    kind: CacheKind
-    declared: bool = False
-    notes: list[str] = dataclasses.field(default_factory=list)
-    lossy: bool = False
-
-    def subject(self, adapter: Adapter, lifted: Sequence[torch.dtype] = NARROW) -> ModelSubject:
-        """The model on that cache; what the cache loses is noted once."""
-        made = ModelSubject(adapter, lifted, self.kind, self.declared)
-        singly = "a prompt in one forward and then single tokens"
-        if made.lossy:
-            note = (
-                f"{self.kind} loses something, as it is said to: in {singly} it is off from the forward without a cache by "
-                f"{made.loss:.2g} of the largest logit; each use was held against the same cache without it, one row alone in "
-                "the same pieces"
-            )
-            nulls = [
-                f"{kind} by {null:.2g}" for kind, null in made.nulls.items() if null > made.limit
-            ]
-            note += (
-                f" ({' and '.join(nulls)} it is off from itself, and what is off by less than the root of that passes)"
-                * bool(nulls)
-            )
-        elif made.loss > made.limit:
-            note = (
-                f"in {singly} {self.kind} is off from the forward without a cache by {made.loss:.2g} of the largest logit: "
-                "where it is meant to lose that, say so (--lossy, in Python lossy='yes'), and each use is held against the "
-                "same cache without it"
-            )
-        else:
-            note = (
-                f"{self.kind} was said to lose something, and loses nothing here"
-                if self.declared
-                else ""
-            )
-        # What is lost in any precision is said; that nothing is, where it is so in all.
-        self.notes = (
-            [note] if note and (made.lossy or not (self.lossy or self.notes)) else self.notes
-        )
-        self.lossy = self.lossy or made.lossy
-        return made
-
-    def completed(self, subject: ModelSubject, checks: list[Check]) -> list[Check]:
-        """The checks, and those of uses that the cache does not offer."""
-        cache = subject.fresh()
-        named = {
-            "crop and go on": (
-                croppable(cache),
-                "it does not offer to take positions back, so that none was",
-            ),
-            **{
-                name: (offers(cache, name), f"it offers no {name}, so that no row was moved by it")
-                for name in MOVES
-            },
-        }
-        known = {check.name for check in checks}
-        missing = [
-            (name, why)
-            for name, (offered, why) in named.items()
-            if not offered and name not in known
-        ]
-        return [*checks, *(Check(name, NOT_RUN, f"{why}.") for name, why in missing)]
-
-    def blamed(self, adapter: Adapter, checks: list[Check]) -> list[Check]:
-        """The checks, of which those that are wrong say whether the model's own cache is wrong in
-        the same program too.
-        """
-        if not any(check.status == WRONG for check in checks):
-            return checks
-        own, _ = _subject(adapter, ModelSubject)
-        found = []
-        for check in checks:
-            if check.status == WRONG and tried(own, program_named(check.program)).word == WRONG:
-                said = f"{check.detail.rstrip('.')}; so is the model's own cache in this program, which kvinterp audit places."
-                check = dataclasses.replace(check, detail=said)
-            found.append(check)
-        return found
-
-
-def _subject(adapter: Adapter, make: Callable[..., ModelSubject]) -> tuple[ModelSubject, str]:
-    """In float64 with casts lifted, or where the model does not run so, as it is; and why not in
-    float64.
-
-    A function that replaces a module's ``forward``, or an SAE in a hook, keeps the tensors that it
-    was made with.
-    """
-    try:
-        return make(adapter), ""
-    except Exception as error:
-        if out_of_memory(error):
-            raise
-        try:
-            return make(adapter, ()), reason(error)
-        except UnsupportedError:
-            raise
-        except Exception:
-            # What it raises in either says more of the model than of a cast.
-            raise error from None
-
-
-def _instead(
-    adapter: Adapter, found: Searched, make: Callable[..., ModelSubject]
-) -> tuple[ModelSubject, str] | None:
-    """The model as it is, and what a program raises in float64 that runs on it; None where none
-    does.
-    """
-    for one in [run for run in (*found.wrong, *found.others.values()) if run.raised]:
-        with contextlib.suppress(Exception):
-            own = make(adapter, ())
-            if not tried(own, one.program).raised:
-                return own, one.raised
-    return None
 
 
 def _met(adapter: Adapter, error: Exception) -> Check:
@@ -540,14 +379,10 @@ def _over(one: Run, names: Mapping[str, tuple[str, int]]) -> str:
     """
     # A piece that is wrong was not taken: what counts is how far the program goes.
     (edge, size), columns = names.get(one.origin, ("", 0)), one.program.columns
-    if edge == _past(size):
+    if edge == past(size):
         size = max((n for n in (*EDGES, FURTHEST) if n <= columns), default=columns + 1)
-        edge = _past(size)
+        edge = past(size)
     return f" {edge}" if edge and columns >= size else ""
-
-
-def _past(edge: int) -> str:
-    return f"past {edge:,} positions"
 
 
 def _cut(
@@ -574,9 +409,6 @@ def _cut(
     ]
 
 
-# What is far --------------------------------------------------------------------------------------
-
-
 def right_in_float64(checks: Sequence[Check]) -> bool:
     """Whether every program is right where rounding is 1e-15: what then differs in a narrower type
     is no wrong code.
@@ -589,118 +421,6 @@ def right_in_float64(checks: Sequence[Check]) -> bool:
     return any(check.name == "decode step" for check in fine) and not any(
         check.status == WRONG for check in checks
     )
-
-
-def edges_of(adapter: Adapter) -> dict[int, str]:
-    """The windows and chunks of more than two positions that a config names, by their size."""
-    named = [(getattr(adapter.config, name, None), name) for name in reversed(CHUNK_NAMES)]
-    named += [(window, "window") for window in adapter.facts.windows]
-    return {size: f"{name} of {size}" for size, name in named if isinstance(size, int) and size > 2}
-
-
-def _edges(adapter: Adapter, reach: str) -> tuple[dict[tuple[str, int], list[str]], list[Check]]:
-    """Programs over every edge that the config names, by its name and position, and those that cost
-    too much.
-    """
-    facts, named = adapter.facts, edges_of(adapter)
-    rope = getattr(adapter.config, "rope_parameters", None) or {}
-    for part in [rope, *(rope.values() if isinstance(rope, Mapping) else ())]:
-        if isinstance(part, Mapping) and part.get("rope_type") in SWITCHING:
-            switch = int(part.get("original_max_position_embeddings") or facts.context)
-            named.setdefault(switch, f"{part['rope_type']} RoPE that switches at {switch}")
-    programs, far = dict[tuple[str, int], list[str]](), list[Check]()
-    for size, name in sorted(named.items()):
-        if size + 5 > facts.context:
-            far.append(
-                Check(
-                    name,
-                    NOT_RUN,
-                    f"the context of {facts.context} positions ends before it is crossed.",
-                )
-            )
-        elif why := _too_much(adapter, size + 5, reach):
-            far.append(Check(name, NOT_RUN, f"{why}.", hint=REACH))
-        else:
-            # Three windows and a half: what comes round again has come round more than once.
-            turns = [
-                f"rows(0)+feed({7 * size // 2})+feed(4,1)",
-                f"rows(0)+feed({size + 2})+feed(2,1)+feed({size + 1})+feed(2,1)+feed({size})+feed({size // 2},{FILL})+feed(2,1)",
-            ]
-            most = 7 * size // 2 + 8
-            if most > facts.context or "RoPE" in name:
-                turns = []
-            elif why := _too_much(adapter, most, reach):
-                turns, dear = (
-                    [],
-                    Check(f"three and a half times the {name}", NOT_RUN, f"{why}.", hint=REACH),
-                )
-                far.append(dear)
-            programs[name, size] = [
-                f"rows(0)+feed({size - 1})+feed(4,1)",
-                f"rows(0)+feed({size + 2},{FILL})+feed(2,1)",
-                *turns,
-                # A static cache moves its columns once its window is full.
-                f"rows(0)+generate({size - 1},4)"
-                if "RoPE" in name
-                else f"rows(0,cache=static)+feed({size - 1})+feed(4,1)",
-            ]
-    if facts.context < 2**31 and facts.context > 8:
-        if why := _too_much(adapter, facts.context, reach, FURTHEST):
-            far.append(Check("context end", NOT_RUN, f"{why}.", hint=REACH))
-        else:
-            programs["context end", facts.context] = [
-                f"rows(0)+feed({facts.context - 3})+feed(3,1)"
-            ]
-    return programs, far
-
-
-def _further(adapter: Adapter, reach: str) -> tuple[dict[str, int], list[Check]]:
-    """Programs past positions that no config names, and those of them that cost too much."""
-    programs = far(adapter.facts.context)
-    edges = sorted({*programs.values()})
-    logits = {edge: edge * adapter.facts.vocabulary > LOGITS and reach != "yes" for edge in edges}
-    dear = {
-        edge: why
-        for edge in edges
-        if (
-            why := _too_much(adapter, edge + 8, reach)
-            or "its logits alone take gigabytes" * logits[edge]
-        )
-    }
-    checks = [Check(_past(edge), NOT_RUN, f"{why}.", hint=REACH) for edge, why in dear.items()]
-    return {text: edge for text, edge in programs.items() if edge not in dear}, checks
-
-
-def _too_much(adapter: Adapter, length: int, reach: str, most: int = POSITIONS) -> str:
-    if reach == "yes":
-        return ""
-    if length > most:
-        return f"{length} positions are more than the {most} that are run"
-    facts, weights = adapter.facts, sum(p.numel() for p in adapter.model.parameters())
-    products = length * weights + 2 * facts.layers * facts.width * length**2
-    spent = PRODUCTS.get(adapter.device.type, PRODUCTS["cpu"])
-    return (
-        f"a forward of {length} positions takes {products:.0e} products, more than the {spent:.0e} that are spent"
-        * (products > spent)
-    )
-
-
-# Programs that are given --------------------------------------------------------------------------
-
-LENGTH, STEPS = 17, 8
-"""Tokens of a prompt that a name writes its program for, and tokens after it."""
-ALL = "padded(left,5),batched(3),chunked(4),forked(3),generate,assisted(3),beams,static,verified(3)"
-
-
-def programs_named(calls: str) -> list[Program]:
-    """The programs of a text with commas: each a program, or a name for one; ``"all"``: one of each
-    that the library offers.
-
-    Raises:
-        InputError: One is neither.
-    """
-    texts = spec.split(ALL if calls == "all" else calls, ",")
-    return [program_for(text, LENGTH, STEPS) for text in texts]
 
 
 @contextlib.contextmanager

@@ -24,13 +24,14 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 
 import kvinterp as kv
+from kvinterp.auditing.edges import edge_programs, past
 from kvinterp.auditing.programs.function_subject import FunctionSubject
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.reach import Reach
 from kvinterp.auditing.programs.running import PLAIN, RIGHT, WRONG
 from kvinterp.auditing.programs.search import EARLY, FIRST, far, search, tried
-from kvinterp.auditing.uses import _checks, _cut, _edges, _over, _past
+from kvinterp.auditing.uses import _checks, _cut, _over
 
 SMALL = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -180,7 +181,7 @@ def planted(name: str, monkeypatch: pytest.MonkeyPatch) -> ModelSubject:
 
 def first_programs(subject: ModelSubject) -> list[str]:
     """Those of all programs that do not depend on a draw."""
-    over = [text for texts in _edges(subject.given, "no")[0].values() for text in texts]
+    over = [text for texts in edge_programs(subject.given, "no")[0].values() for text in texts]
     return [text for text in (*FIRST, *far(subject.context), *over) if subject.offers(program_named(text).rows)]
 
 
@@ -247,9 +248,9 @@ def test_what_programs_or_seconds_cut_off_is_said_and_how_far_they_went() -> Non
     ahead = {text: size for text, size in far(600).items() if size == 512}
     programs = sum(subject.offers(program_named(text).rows) for text in FIRST) + 1
     found = search(subject, programs, 60.0, further=[*map(program_named, ["rows(0)+feed(254)+feed(5,1)", *ahead])])
-    names = {str(program_named(text)): (_past(size), size) for text, size in ahead.items()}
+    names = {str(program_named(text)): (past(size), size) for text, size in ahead.items()}
     (cut,) = _cut(found, names, programs, 60.0)
-    assert (cut.name, cut.status, cut.hint) == (_past(512), "not run", "--programs")
+    assert (cut.name, cut.status, cut.hint) == (past(512), "not run", "--programs")
     assert cut.detail.startswith(f"{len(ahead)} programs more, since ")
     reach = {check.name: check.reach for check in _checks(subject, found) if check.status == RIGHT}
     assert reach["batch"].rows == 17
@@ -280,7 +281,7 @@ def test_a_shrunk_program_is_called_by_the_edge_that_it_still_goes_over() -> Non
         origin = "rows(0)+feed(1022,0)+feed(5,1)"
 
     one: Any = Shrunk()
-    names = {one.origin: (_past(1024), 1024)}
+    names = {one.origin: (past(1024), 1024)}
     for text, said in {
         "feed(1022)+feed(3,1)": " past 1,024 positions",
         "feed(300)": " past 256 positions",

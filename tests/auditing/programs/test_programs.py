@@ -26,13 +26,13 @@ import kvinterp as kv
 from kvinterp.auditing.checks import NUMBERS
 from kvinterp.auditing.programs.function_subject import FunctionSubject
 from kvinterp.auditing.programs.model_subject import ModelSubject
-from kvinterp.auditing.programs.names import OPERATIONS, program_named
+from kvinterp.auditing.programs.names import OPERATIONS, program_named, programs_named
 from kvinterp.auditing.programs.pasted import pasted
 from kvinterp.auditing.programs.place import placed
 from kvinterp.auditing.programs.program import Program, Rows
 from kvinterp.auditing.programs.running import PLAIN, RIGHT, WRONG, Run
 from kvinterp.auditing.programs.search import FIRST, drawn, search, smaller
-from kvinterp.auditing.uses import FEWER_BITS, programs_named, uses_of
+from kvinterp.auditing.uses import FEWER_BITS, uses_of
 from kvinterp.errors import InputError, UnsupportedError
 
 SMALL = {

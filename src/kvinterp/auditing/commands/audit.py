@@ -27,7 +27,7 @@ from kvinterp.auditing.audit import against_named, audit
 from kvinterp.auditing.building import is_code, random_model, users_model
 from kvinterp.auditing.folder import check_own, put
 from kvinterp.auditing.page import files_of, ladder_figure
-from kvinterp.auditing.uses import programs_named
+from kvinterp.auditing.programs.names import programs_named
 from kvinterp.auditing.verdict import VERDICTS
 from kvinterp.commands.cells import loaded
 from kvinterp.commands.kit import (

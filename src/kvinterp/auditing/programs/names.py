@@ -336,3 +336,19 @@ def program_for(text: str, length: int, steps: int) -> Program:
     hint = f"Names go together by +, as in padded(left,5)+static. {HINT}"
     names = [spec.read("program", part, NAMES, hint) for part in spec.split(text, "+") or [text]]  # type: ignore[type-var]
     return Names(tuple(names)).program(length, steps)
+
+
+LENGTH, STEPS = 17, 8
+"""Tokens of a prompt that a name writes its program for, and tokens after it."""
+ALL = "padded(left,5),batched(3),chunked(4),forked(3),generate,assisted(3),beams,static,verified(3)"
+
+
+def programs_named(calls: str) -> list[Program]:
+    """The programs of a text with commas: each a program, or a name for one; ``"all"``: one of each
+    that the library offers.
+
+    Raises:
+        InputError: One is neither.
+    """
+    texts = spec.split(ALL if calls == "all" else calls, ",")
+    return [program_for(text, LENGTH, STEPS) for text in texts]
