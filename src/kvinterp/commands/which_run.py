@@ -23,9 +23,6 @@ from kvinterp.comparison.sparse_autoencoder import SparseAutoencoder, by_place, 
 from kvinterp.comparison.which_run import (
     GENERATE,
     WhichRun,
-    charts_of_runs,
-    headline_of_runs,
-    rows_of_runs,
     which_run,
 )
 from kvinterp.models.attaching import Site
@@ -39,9 +36,6 @@ class WhichRunWrote(OfModel):
     """
 
     RESULT = WhichRun
-    headline = staticmethod(headline_of_runs)
-    rows = staticmethod(rows_of_runs)
-    charts = staticmethod(charts_of_runs)
 
     prompts: str = shared("prompts")
     run_by: str = option(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import kvinterp as kv
-from kvinterp.comparison.which_run import headline_of_runs, rows_of_runs
 from kvinterp.report.forks import MOST, around, fork_parts
 
 PROMPTS = ["12 + 30 =", "45 + 11 ="]
@@ -36,7 +35,7 @@ def test_a_recomputation_is_its_own(model: Any) -> None:
     found = kv.which_run(model, PROMPTS[:1], run="recompute", max_new_tokens=5)
     assert not found.distances["relative_l2"].any()
     assert not found.readouts["changed"].any()
-    assert headline_of_runs(found)[0].endswith("bit for bit.")
+    assert found.headline()[0].endswith("bit for bit.")
     assert found.forks().empty
     _, said = fork_parts(found)
     assert said.text.startswith(f"At none of {len(found.texts)} positions")
@@ -60,9 +59,9 @@ def test_a_cache_in_four_bits_is_another_run(model: Any) -> None:
     assert around(found.texts.query("example == 0"), 4).count(f"\u27e6{row['text'].item()}\u27e7") == 1
     _, _, table = fork_parts(found)
     assert len(table.rows) == min(len(points), MOST)
-    texts = " ".join(headline_of_runs(found))
+    texts = " ".join(found.headline())
     assert "(cached+int4) is not its recomputation" in texts
-    assert {row["n"] for row in rows_of_runs(found)} == {2}
+    assert {row["n"] for row in found.rows()} == {2}
 
 
 def test_patterns_of_rows_that_are_left_stand_at_their_positions(model: Any) -> None:
