@@ -149,9 +149,9 @@ class Attaching(abc.ABC):
         """Sorts the hooks of rank LAST behind hooks that were added since, a user's among them, for
         the forward that begins.
         """
-        for (_, rank), (_, _, module) in self._attachments.items():
-            if rank == LAST:
-                sort_hooks(module)
+        lasts = (kept[2] for (_, rank), kept in self._attachments.items() if rank == LAST)
+        for module in dict.fromkeys(lasts):
+            sort_hooks(module)
 
     def resumed(
         self, layer: int, outputs: Sequence[Any]

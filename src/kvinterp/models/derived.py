@@ -10,6 +10,8 @@ patched, since SDPA does not read it.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from einops import repeat
 from jaxtyping import Float
@@ -21,7 +23,19 @@ DERIVED = ("attn_scores", "pattern")
 """The sites that are derived under SDPA."""
 
 
-def sdpa_arguments(
+class Call(NamedTuple):
+    """SDPA's arguments by name."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+def sdpa_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -30,21 +44,29 @@ def sdpa_arguments(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+) -> Call:
+    """SDPA's arguments as they are, whether they were given by name or by place."""
+    return Call(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+
+
+def sdpa_arguments(
+    *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool, float | None]:
     """SDPA's arguments, with the KV heads repeated so that every query head has its own."""
+    query, key, value, mask, is_causal, scale, enable_gqa = sdpa_call(*args, **kwargs)
     if enable_gqa:
         shared = query.shape[-3] // key.shape[-3]
         key, value = (
             repeat(t, "... kv_head key dim -> ... (kv_head shared) key dim", shared=shared)
             for t in (key, value)
         )
-    return query, key, value, attn_mask, is_causal, scale
+    return query, key, value, mask, is_causal, scale
 
 
 def derived_attention(
     site: str,
     query: Float[Tensor, "batch head query dim"],
-    key: Float[Tensor, "batch head key dim"],
+    key: Float[Tensor, "batch kv_head key dim"],
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
@@ -55,7 +77,7 @@ def derived_attention(
     Args:
         site: ``"attn_scores"`` or ``"pattern"``.
         query: Queries as the kernel reads them, after RoPE.
-        key: Keys as the kernel reads them, one for every query head.
+        key: Keys as the kernel reads them, one for every query head or for every group of them.
         mask: SDPA's mask: true where a key is read, or numbers that are added to the scores; None
             for no mask.
         is_causal: SDPA's own argument: whether query i reads keys 0 to i only.
@@ -77,7 +99,11 @@ def derived_attention(
         _disable_current_modes(),
         torch.autocast(query.device.type, enabled=False),
     ):
-        scores = query[..., first:, :].to(wide) @ key.to(wide).transpose(-1, -2)
+        # The query heads of a group are rows of one product with the keys that they share.
+        rows_of_group = query[..., first:, :].to(wide)
+        rows_of_group = rows_of_group.reshape(*key.shape[:2], -1, query.shape[-1])
+        scores = rows_of_group @ key.to(wide).transpose(-1, -2)
+        scores = scores.view(*query.shape[:2], count - first, keys)
         scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
             reads = torch.ones(count, keys, dtype=torch.bool, device=query.device).tril()[first:]
@@ -90,6 +116,9 @@ def derived_attention(
                 else scores + mask.to(wide)
             )
         if site == "pattern":
-            reads_nothing = (scores == -torch.inf).all(-1, keepdim=True)
-            scores = scores.softmax(-1).masked_fill(reads_nothing, 0.0)
+            masked = scores if is_causal or mask is not None else None
+            scores = scores.softmax(-1)
+            if masked is not None:
+                reads_nothing = (masked == -torch.inf).all(-1, keepdim=True)
+                scores = scores.masked_fill(reads_nothing, 0.0)
         return scores.to(torch.float64 if query.dtype == torch.float64 else torch.float32)

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from einops import rearrange, repeat
+from einops import rearrange
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.derived import SDPA, derived_attention, sdpa_arguments
+from kvinterp.models.derived import SDPA, derived_attention, sdpa_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,17 +56,14 @@ class Tap:
 
     def get(self, raw: Tensor) -> Tensor:
         """Returns the site's tensor in the common layout, as a view."""
+        # Every hook of every layer comes through here at every step: torch's own calls, since
+        # einops takes several times as long as a small tensor's copy.
         if self.span is not None:
             raw = raw[..., self.span[0] : self.span[1]]
         if self.heads is not None and raw.dim() == 3:
-            raw = rearrange(
-                raw, "batch position (head width) -> batch position head width", head=self.heads
-            )
-        return (
-            rearrange(raw, "batch head position width -> batch position head width")
-            if self.head_major
-            else raw
-        )
+            batch, positions, width = raw.shape
+            raw = raw.reshape(batch, positions, self.heads, width // self.heads)
+        return raw.transpose(1, 2) if self.head_major else raw
 
     def put(self, raw: Tensor, new: Tensor) -> Tensor:
         """Returns a copy of ``raw`` in which the site's tensor is ``new``."""
@@ -180,6 +177,8 @@ def sort_hooks(module: nn.Module) -> None:
     kvinterp that only look.
     """
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        if len(hooks) < 2:
+            continue
         ranks = {key: getattr(hook, "rank", 0) for key, hook in hooks.items()}
         ordered = sorted(ranks, key=lambda key: ranks[key])
         if ordered != list(ranks):
@@ -320,7 +319,7 @@ def _sdpa_mode(
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         queries = rows() if func is SDPA else "none"
         if queries != "none":
-            query, key, _, mask, is_causal, scale = sdpa_arguments(*args, **kwargs)
+            query, key, _, mask, is_causal, scale, _ = sdpa_call(*args, **kwargs)
             kv_heads, group = query.shape[1:3]
             if kv_heads != heads and kv_heads * group == heads:
                 # A single token's query heads were packed as rows of the KV head that they share:
@@ -329,9 +328,6 @@ def _sdpa_mode(
                 if mask is not None and mask.dim() == 4 and mask.shape[1:3] == (kv_heads, group):
                     mask = rearrange(mask, "batch kv_head group key -> batch (kv_head group) 1 key")
                 query = rearrange(query, "batch kv_head group dim -> batch (kv_head group) 1 dim")
-                key = repeat(
-                    key, "batch kv_head key dim -> batch (kv_head group) key dim", group=group
-                )
             emit(derived_attention(site, query, key, mask, is_causal, scale, queries))
         return NotImplemented
 

@@ -349,8 +349,8 @@ class Recording(Recorder, WatchesPasses):
                 )
         super().see(site, layer, start, tensor)
 
-    def _copied(self, tensor: Tensor) -> Tensor:
-        return super()._copied(tensor) if self.window is None else self._packing.copied(tensor)
+    def _packed(self, tensors: list[Tensor]) -> list[Tensor]:
+        return tensors if self.window is None else self._packing.packed(tensors)
 
     def __getitem__(self, place: Site | str) -> Tensor:
         """As a :class:`Recorder`'s, unless what was recorded lies in parts on disk."""

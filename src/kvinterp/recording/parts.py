@@ -26,7 +26,7 @@ BLOCK = 4 * 2**20
 
 
 class Packing:
-    """Copies small tensors into blocks of memory, one behind the other.
+    """Moves small tensors into blocks of memory, one behind the other.
 
     A decode step leaves some small tensors and frees buffers that the next step needs a little
     larger, such as the keys and values of its cache. With small tensors of their own between them
@@ -37,18 +37,36 @@ class Packing:
     def __init__(self) -> None:
         self._blocks: dict[tuple[torch.dtype, torch.device], tuple[Tensor, int]] = {}
 
-    def copied(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor: a view of a block if it is small, else a tensor of its own."""
-        count = math.prod(tensor.shape)
-        if count * tensor.element_size() > BLOCK // 16:
-            return tensor.clone(memory_format=torch.contiguous_format)
-        kind = tensor.dtype, tensor.device
-        block, at = self._blocks.get(kind, (None, 0))
+    def packed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of one step: views of a block where they are small, and themselves where
+        they are not, or have a graph.
+        """
+        packed = list(tensors)
+        alike: dict[Any, list[int]] = {}
+        for number, tensor in enumerate(packed):
+            small = tensor.numel() * tensor.element_size() <= BLOCK // 16
+            if small and not tensor.requires_grad:
+                kind = tensor.dtype, tensor.device, tensor.shape
+                alike.setdefault(kind, []).append(number)
+        for (dtype, device, shape), numbers in alike.items():
+            count = math.prod(shape)
+            fit = max(BLOCK // max(count * dtype.itemsize, 1), 1)
+            # One call for all layers of a site, which are alike: a call each costs more than the
+            # copy.
+            for some in (numbers[at : at + fit] for at in range(0, len(numbers), fit)):
+                block = self._block(dtype, device, len(some) * count).view(len(some), *shape)
+                torch.stack([packed[number] for number in some], out=block)
+                for number, view in zip(some, block.unbind(), strict=True):
+                    packed[number] = view
+        return packed
+
+    def _block(self, dtype: torch.dtype, device: torch.device, count: int) -> Tensor:
+        """The next so many numbers of a block; it is let go of with the last tensor in it."""
+        block, at = self._blocks.get((dtype, device), (None, 0))
         if block is None or at + count > len(block):
-            block, at = tensor.new_empty(BLOCK // tensor.element_size()), 0
-        # A block is let go of with the last tensor in it.
-        self._blocks[kind] = block, at + count
-        return block[at : at + count].view(tensor.shape).copy_(tensor)
+            block, at = torch.empty(BLOCK // dtype.itemsize, dtype=dtype, device=device), 0
+        self._blocks[dtype, device] = block, at + count
+        return block[at : at + count]
 
 
 class Parts:

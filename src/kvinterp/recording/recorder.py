@@ -120,10 +120,12 @@ class Recorder(SiteHook):
 
     def end_step(self) -> None:
         """Joins the pieces of one step; a chunked prefill shows a site once a chunk."""
-        for place, pieces in self._pieces.items():
-            self.kept.setdefault(place, []).append(
-                pieces[0] if len(pieces) == 1 else self._joined(place[0], pieces)
-            )
+        joined = [
+            pieces[0] if len(pieces) == 1 else self._joined(site, pieces)
+            for (site, _), pieces in self._pieces.items()
+        ]
+        for place, tensor in zip(self._pieces, self._packed(joined), strict=True):
+            self.kept.setdefault(place, []).append(tensor)
         self._pieces = {}
         self._on = False
 
@@ -148,11 +150,12 @@ class Recorder(SiteHook):
             # Without the axis of rows, the axes after it move up by one.
             axis = layout.heads - (newest and layout.heads > layout.rows)
             tensor = tensor.index_select(axis, heads.to(tensor.device))
-        self._pieces.setdefault((site, layer), []).append(self._copied(tensor))
+        # A copy, since some models go on computing in the tensor that they showed.
+        self._pieces.setdefault((site, layer), []).append(tensor.clone())
 
-    def _copied(self, tensor: Tensor) -> Tensor:
-        """A copy that nothing else writes to."""
-        return tensor.clone()
+    def _packed(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors of a step as they are kept."""
+        return tensors
 
     def _joined(self, site: str, pieces: list[Tensor]) -> Tensor:
         if self.positions == "newest" or site in CACHE_SITES or site == ROWS:

@@ -59,7 +59,6 @@ def test_values_that_are_the_identity_make_the_kernel_show_its_pattern(mask, sca
         scale=scale,
         enable_gqa=shared > 1,
     )
-    key = key.repeat_interleave(shared, 1)
     derived = derived_attention("pattern", query, key, given, causal, scale)
     assert_close(derived, shown, "pattern", ("batch", "head", "query", "key"), absolute=1e-14)
     newest = derived_attention("pattern", query, key, given, causal, scale, "newest")

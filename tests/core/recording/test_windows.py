@@ -94,6 +94,22 @@ def test_small_tensors_share_blocks(model: Any, tmp_path: Path, monkeypatch: pyt
     assert sum(blocks(run(into=tmp_path / "parts")).values()) < 2**18 < in_memory.kept_bytes
 
 
+def test_what_has_a_graph_is_no_view_of_a_block() -> None:
+    """What is recorded of two forwards can be differentiated: written into a block, both would share one graph."""
+    model = kv.load_model("zoo:gqa2-mini", kind="native", dtype="float32")
+    weight = model.model.model.layers[1].mlp.down_proj.weight.requires_grad_()
+    texts = [torch.tensor([PROMPTS[0]]), torch.tensor([PROMPTS[0][::-1]])]
+    expected = []
+    for ids in texts:
+        streams = model.model(ids, output_hidden_states=True).hidden_states
+        expected.append(torch.autograd.grad(streams[2].square().sum(), weight)[0])
+    with kv.record(model, "resid_post", layers=[1], positions="all") as seen:
+        for ids in texts:
+            model.model(ids)
+    for rows, gradient in zip(seen.kept["resid_post", 1], expected, strict=True):
+        assert_bitwise(torch.autograd.grad(rows.square().sum(), weight)[0], gradient)
+
+
 def test_parts_on_disk(model: Any, whole: list[kv.Generation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor has the bits of the run in memory, and no more than a part is held."""
     monkeypatch.setattr(around, "PART", 2**14)
