@@ -53,6 +53,8 @@ class Planted(LlamaForCausalLM):
             position_ids = after.expand(fed.shape[:2])
         elif self.fault == "attentions" and output_attentions:
             position_ids = after + 1
+        elif self.fault == "crashes":
+            return self.nothing
         elif self.fault == "last" and isinstance(kept, int) and kept > 1:
             kept = slice(-kept - 1, -1) if fed.shape[1] > kept else kept
         elif self.fault == "some" and isinstance(kept, torch.Tensor):
@@ -186,6 +188,14 @@ def test_flex_attention_runs_uncompiled_and_the_models_own_is_put_back():
     assert torch.compile is compiles
     assert WrappedFlexAttention._instance is kept
     assert subject.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("attention", "word"), [("flex_attention", REFUSED), ("own", WRONG)])
+def test_a_part_of_a_users_own_need_not_take_every_attention(attention, word):
+    """An attention that reads ``mask.dtype`` breaks under flex attention, which nobody had set."""
+    program = program_named(f"rows(0,attention={attention})+feed(6)+generate(3,3)")
+    one = tried(subject_of("crashes"), program)
+    assert (one.word, "AttributeError" in one.why) == (word, True)
 
 
 def test_a_cache_that_is_not_read_is_seen_whatever_else_is_right():

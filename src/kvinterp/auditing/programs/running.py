@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvinterp.auditing.programs.crashes import OURS, REFUSES, whose
+from kvinterp.auditing.programs.crashes import CRASHES, LIBRARIES, OURS, REFUSES, whose
 from kvinterp.auditing.programs.lines import FED, Lines
 from kvinterp.auditing.programs.program import Program
 from kvinterp.auditing.programs.reach import Reach
@@ -241,6 +241,10 @@ class Run:
         # An UnsupportedError says that the model's own code does not offer it.
         if isinstance(error, UnsupportedError) or (who == REFUSES and self.subject.decodes):
             return REFUSED, said
+        kind = self.program.rows.attention
+        if who == CRASHES and kind != "own" and place.partition("/")[0] not in LIBRARIES:
+            # The library's class offers this attention, and a part that its user put in does not.
+            return REFUSED, f"under {kind}, which it is not set to, code of the user's own raises {said}"
         if "compiled" in self.uses and getattr(self.subject, "lifted", None):
             # What lifts casts is traced with the model, and nobody runs it so.
             return REFUSED, f"compiled in float64 it raises {said}"
