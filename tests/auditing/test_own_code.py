@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.auditing.programs.running import REFUSED, RIGHT, WRONG
+from kvinterp.auditing.programs.outcome import REFUSED, RIGHT, WRONG
 from kvinterp.errors import InputError
 
 WEIGHTS = torch.Generator().manual_seed(3)

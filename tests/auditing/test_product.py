@@ -15,7 +15,7 @@ from command_line import kvinterp, wrong
 from kvinterp.auditing.audit import audit
 from kvinterp.auditing.checks import Check
 from kvinterp.auditing.page import page
-from kvinterp.auditing.programs.running import PLAIN
+from kvinterp.auditing.programs.outcome import PLAIN
 from kvinterp.testing import assert_cache_consistent
 
 pytestmark = [pytest.mark.xdist_group("audit's product"), pytest.mark.slow]

@@ -17,8 +17,8 @@ from kvinterp.auditing.first_difference import Finding
 from kvinterp.auditing.judging import Account, Judged
 from kvinterp.auditing.ladder import LOCAL, ONE_BY_ONE, STEPS, PrecisionRun
 from kvinterp.auditing.page import page
+from kvinterp.auditing.programs.outcome import PLAIN, RIGHT
 from kvinterp.auditing.programs.reach import Reach
-from kvinterp.auditing.programs.running import PLAIN, RIGHT
 from kvinterp.auditing.reading import Evidence
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvinterp.auditing.programs.names import program_named
-from kvinterp.auditing.programs.running import RIGHT
+from kvinterp.auditing.programs.outcome import RIGHT
 from kvinterp.auditing.programs.search import FIRST, tried
 from wild.__main__ import searched, untried
 from wild.making import AUTO, CAUSAL, file_of, known, subject_of, written

@@ -21,8 +21,8 @@ from kvinterp.auditing.programs.names import OPERATIONS
 from kvinterp.auditing.programs.operations.compile import Compile
 from kvinterp.auditing.programs.operations.feed import Feed
 from kvinterp.auditing.programs.operations.rows import Join
+from kvinterp.auditing.programs.outcome import REFUSED, RIGHT
 from kvinterp.auditing.programs.program import Operation, Program, Rows
-from kvinterp.auditing.programs.running import REFUSED, RIGHT
 from kvinterp.auditing.programs.search import tried
 from kvinterp.auditing.programs.sourced import EncoderDecoderSubject
 from kvinterp.auditing.programs.subject import Subject

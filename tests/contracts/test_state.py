@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvinterp as kv
-from kvinterp.auditing.programs.running import WRONG
+from kvinterp.auditing.programs.outcome import WRONG
 from kvinterp.errors import KvinterpError, UnsupportedError
 
 SHORT = {"max_new_tokens": 3, "stop": "length"}

@@ -35,7 +35,7 @@ from kvinterp.auditing.own_code import behind, decoded, decoded_far, subject_of,
 from kvinterp.auditing.own_dtype import distance_of, distances_of
 from kvinterp.auditing.programs.function_subject import FunctionSubject
 from kvinterp.auditing.programs.names import programs_named
-from kvinterp.auditing.programs.running import RIGHT, WRONG
+from kvinterp.auditing.programs.outcome import RIGHT, WRONG
 from kvinterp.auditing.programs.subject import Subject
 from kvinterp.auditing.reading import Evidence, of_functions
 from kvinterp.auditing.subjects import GivenCache, counted_in, dropped_by

@@ -21,7 +21,7 @@ from kvinterp.auditing.checks import Check
 from kvinterp.auditing.judging import RungJudge, account
 from kvinterp.auditing.ladder import SLACK, Plan, PrecisionRun, band, dtype_name, unit_roundoff
 from kvinterp.auditing.measure import climb
-from kvinterp.auditing.programs.running import WRONG
+from kvinterp.auditing.programs.outcome import WRONG
 from kvinterp.auditing.reading import Evidence
 from kvinterp.auditing.uses import right_in_float64
 from kvinterp.auditing.values import difference, grid_module, on_grid

@@ -17,8 +17,9 @@ from torch import Tensor
 from kvinterp.auditing.checks import UNCLEAR
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.auditing.programs.model_subject import ModelSubject
+from kvinterp.auditing.programs.outcome import RIGHT
 from kvinterp.auditing.programs.program import Program
-from kvinterp.auditing.programs.running import RIGHT, Run
+from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.subject import LONG, Subject
 from kvinterp.auditing.uses import as_it_was
 from kvinterp.common.numbers import counted

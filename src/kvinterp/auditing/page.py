@@ -12,7 +12,7 @@ import pandas as pd
 
 from kvinterp.auditing.checks import NOT_RUN
 from kvinterp.auditing.ladder import EMBEDDING, NORMED, dtype_name, part_named
-from kvinterp.auditing.programs.running import PLAIN, REFUSED, RIGHT, WRONG
+from kvinterp.auditing.programs.outcome import PLAIN, REFUSED, RIGHT, WRONG
 from kvinterp.auditing.reading import HINT, IN_PYTHON
 from kvinterp.common.numbers import upper
 from kvinterp.common.wings import taken

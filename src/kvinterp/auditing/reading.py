@@ -16,8 +16,8 @@ from kvinterp.auditing.first_difference import Place
 from kvinterp.auditing.judging import ROOM, Account, Judged
 from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
 from kvinterp.auditing.own_dtype import Distance
+from kvinterp.auditing.programs.outcome import PLAIN, REFUSED, RIGHT, WRONG
 from kvinterp.auditing.programs.reach import Reach
-from kvinterp.auditing.programs.running import PLAIN, REFUSED, RIGHT, WRONG
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.verdict import CANNOT_TELL, GOOD, NOT_THE_CACHE, Verdict
 from kvinterp.common.numbers import listed

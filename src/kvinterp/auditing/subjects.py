@@ -16,7 +16,7 @@ from kvinterp.auditing.checks import NOT_RUN, Check
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.operations.crop import croppable
-from kvinterp.auditing.programs.running import WRONG
+from kvinterp.auditing.programs.outcome import WRONG
 from kvinterp.auditing.programs.search import Searched, tried
 from kvinterp.auditing.programs.subject import NARROW, Subject
 from kvinterp.errors import UnsupportedError, out_of_memory, reason

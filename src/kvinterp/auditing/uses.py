@@ -20,10 +20,11 @@ from kvinterp.auditing.ladder import dtype_name
 from kvinterp.auditing.programs.crashes import CRASHES, OURS, whose
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import program_named
+from kvinterp.auditing.programs.outcome import PLAIN, REFUSED, RIGHT, WRONG, OwnError
 from kvinterp.auditing.programs.pasted import pasted
 from kvinterp.auditing.programs.place import placed
 from kvinterp.auditing.programs.program import Program
-from kvinterp.auditing.programs.running import PLAIN, REFUSED, RIGHT, WRONG, OwnError, Run
+from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.search import (
     EDGES,
     FIRST,

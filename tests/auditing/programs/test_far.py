@@ -28,8 +28,8 @@ from kvinterp.auditing.edges import edge_programs, past
 from kvinterp.auditing.programs.function_subject import FunctionSubject
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import program_named
+from kvinterp.auditing.programs.outcome import PLAIN, RIGHT, WRONG
 from kvinterp.auditing.programs.reach import Reach
-from kvinterp.auditing.programs.running import PLAIN, RIGHT, WRONG
 from kvinterp.auditing.programs.search import EARLY, FIRST, far, search, tried
 from kvinterp.auditing.uses import _checks, _cut, _over
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import kvinterp as kv
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import OPERATIONS, program_named
-from kvinterp.auditing.programs.running import RIGHT, WRONG
+from kvinterp.auditing.programs.outcome import RIGHT, WRONG
 from kvinterp.auditing.programs.search import tried
 
 SMALL = {

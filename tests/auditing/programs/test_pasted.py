@@ -13,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvinterp as kv
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import program_named
+from kvinterp.auditing.programs.outcome import WRONG
 from kvinterp.auditing.programs.pasted import pasted
-from kvinterp.auditing.programs.running import WRONG, Run
+from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.search import FIRST
 from kvinterp.auditing.uses import uses_of
 

@@ -27,10 +27,11 @@ from kvinterp.auditing.checks import NUMBERS
 from kvinterp.auditing.programs.function_subject import FunctionSubject
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import OPERATIONS, program_named, programs_named
+from kvinterp.auditing.programs.outcome import PLAIN, RIGHT, WRONG
 from kvinterp.auditing.programs.pasted import pasted
 from kvinterp.auditing.programs.place import placed
 from kvinterp.auditing.programs.program import Program, Rows
-from kvinterp.auditing.programs.running import PLAIN, RIGHT, WRONG, Run
+from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.search import FIRST, drawn, search, smaller
 from kvinterp.auditing.uses import FEWER_BITS, uses_of
 from kvinterp.errors import InputError, UnsupportedError

@@ -18,8 +18,9 @@ from transformers.models.bart.modeling_bart import BartAttention
 import kvinterp as kv
 from kvinterp.auditing.own_code import behind
 from kvinterp.auditing.programs.names import program_named
+from kvinterp.auditing.programs.outcome import RIGHT, WRONG
 from kvinterp.auditing.programs.pasted import pasted
-from kvinterp.auditing.programs.running import RIGHT, WRONG, Run
+from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.sourced import EncoderDecoderSubject
 from kvinterp.errors import InputError
 

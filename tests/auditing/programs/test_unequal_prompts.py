@@ -16,7 +16,7 @@ import kvinterp as kv
 from kvinterp.auditing.programs import search
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import program_named
-from kvinterp.auditing.programs.running import PLAIN, RIGHT, WRONG
+from kvinterp.auditing.programs.outcome import PLAIN, RIGHT, WRONG
 from kvinterp.auditing.programs.search import OF_TRANSFORMER_LENS, tried
 from kvinterp.models.transformer_lens_api import unequal
 from support import Case, bare_hooked_transformer

@@ -14,9 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import kvinterp as kv
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import OPERATIONS, program_named
+from kvinterp.auditing.programs.outcome import REFUSED, RIGHT, WRONG
 from kvinterp.auditing.programs.pasted import pasted
 from kvinterp.auditing.programs.program import ASKS, ATTENTION, FED, MASKS, Rows
-from kvinterp.auditing.programs.running import REFUSED, RIGHT, WRONG
 from kvinterp.auditing.programs.search import FIRST, least, search, tried
 from kvinterp.auditing.programs.subject import apart
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from kvinterp.auditing.programs.model_subject import ModelSubject
+from kvinterp.auditing.programs.outcome import WRONG
 from kvinterp.auditing.programs.program import Program
-from kvinterp.auditing.programs.running import WRONG, Run
+from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.subject import apart
 from kvinterp.models.derived import SDPA
 from kvinterp.models.hooks import Functions, first_of

@@ -17,69 +17,29 @@ from torch import Tensor
 
 from kvinterp.auditing.programs.crashes import CRASHES, LIBRARIES, OURS, REFUSES, whose
 from kvinterp.auditing.programs.lines import FED, Lines
+from kvinterp.auditing.programs.outcome import (
+    PLAIN,
+    REFUSED,
+    RIGHT,
+    UNCACHED,
+    WRONG,
+    OwnError,
+    PlainError,
+    RefusedError,
+    Wrong,
+    WrongError,
+)
 from kvinterp.auditing.programs.program import Program
 from kvinterp.auditing.programs.reach import Reach
 from kvinterp.auditing.programs.subject import ALONE, Subject, apart, row_draw
 from kvinterp.common import spec
-from kvinterp.errors import InputError, KvinterpError, UnsupportedError, named
+from kvinterp.errors import InputError, UnsupportedError, named
 
 COMMON = frozenset({"prompt", "decode step", "batch"})
 """Uses that nearly every program has."""
 PADDED = ", left padding"
 ENDLESS = 2**31
 """The context of a model that has no positions."""
-PIECES = 8
-"""The most forwards of one feed."""
-RIGHT, WRONG, PLAIN, REFUSED = "right", "wrong", "off without a cache too", "refused"
-
-
-UNCACHED = (
-    "without a cache row {row} is off by {error:.3g} of its largest logit, and with one it is right"
-)
-
-
-class WrongError(Exception):
-    """The cached path is wrong, and the plain forward over the same columns is right."""
-
-
-class PlainError(Exception):
-    """The plain forward over the same columns is off too, which says nothing about a cache."""
-
-
-class RefusedError(Exception):
-    """Its user said that this is not offered."""
-
-
-class OwnError(KvinterpError):
-    """kvinterp itself raised, not the model: that is our fault, and no verdict."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Wrong:
-    """The logits that are furthest off: those of one token of one row.
-
-    Attributes:
-        row: The row.
-        error: Largest difference over the largest of those that are right.
-        got: They, as an expression of the program's lines of Python.
-        text: The row's own tokens up to theirs, ``[1, position]``, as such an expression.
-        finite: ``"no"`` where not all that are right are finite, as where a model masks words.
-        sentence: What is said of it.
-        pieces: Where what is right is the same cache without the use: how many of the text's tokens
-            each forward fed.
-    """
-
-    row: int
-    error: float
-    got: str
-    text: str
-    finite: str = "yes"
-    sentence: str = "row {row} is off by {error:.3g} of its largest logit"
-    pieces: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        beside = " from the same cache without this use" if self.pieces else ""
-        return self.sentence.format(row=self.row, error=self.error) + beside
 
 
 class Run:
@@ -146,9 +106,9 @@ class Run:
         self.lines, self.held = Lines(), contextlib.ExitStack()
         self.pending: tuple[Tensor, Tensor] | None = None
         self.without: Callable[[], float] | None = None
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         """No column is fed yet, and nothing is on the cache."""
         rows = len(self.program.rows.pads)
         self.draws = [row_draw(self.program.rows.seed, row) for row in range(rows)]
@@ -170,7 +130,7 @@ class Run:
             return REFUSED, f"this model does not offer {spec.text_of(rows)}"
         with self.subject.running(), self.subject.called_as(rows), self.held:
             self.lines += self._setting()
-            self._makes_cache()
+            self.makes_cache()
             for step in self.program.steps:
                 if self.cache is None and self.filled:
                     break  # generate() gave none back.
@@ -211,7 +171,8 @@ class Run:
             return WRONG, f"{self.wrong}"
         return RIGHT, ""
 
-    def _makes_cache(self) -> None:
+    def makes_cache(self) -> None:
+        """Makes the cache that the rows say, where it is not the model's own."""
         kind, columns = (
             self.program.rows.cache,
             min(self.subject.context, max(self.program.columns + 16, 64)),
@@ -304,7 +265,7 @@ class Run:
             behind: Pads that each row ends with.
         """
         width = min(width, self.room - self.ids.shape[1])
-        width = max(width, self._begin_width())
+        width = max(width, self.begin_width())
         width = 2 if width == 1 and any(self.pads) and not self.beyond else width
         known = {"model": self.subject.pad, "end": self.subject.end}
         pad = max(
@@ -601,160 +562,13 @@ class Run:
             self.mask[rows],
         )
 
-    # What operations do ---------------------------------------------------------------------------
-
-    def feed(
-        self, width: int, cut: int = 0, inner: tuple[int, ...] = (), behind: tuple[int, ...] = ()
-    ) -> None:
-        """Feeds new columns in pieces; beyond the contract alone may one of a single column have a
-        pad.
-        """
-        least = self._begin_width()
-        ids, mask = self.columns(min(width, self.room - 1 - self.ids.shape[1]), inner, behind)
-        width = ids.shape[1]
-        cut = max(cut, -(-width // PIECES)) if cut else width
-        ends = [0]
-        for end in [*range(cut, width, cut), width]:
-            if end < least:
-                continue
-            if self.beyond or end - ends[-1] > 1 or bool(mask[:, ends[-1]].all()):
-                ends.append(end)
-            elif end == width:
-                ends[max(len(ends) - 1, 1) :] = [width]
-        for begin, end in itertools.pairwise(ends):
-            part = ids[:, begin:end], mask[:, begin:end]
-            self.took(*part, self.forward(*part, self.cache, mask[:, end:].sum(1)))
-
-    def _begin_width(self) -> int:
+    def begin_width(self) -> int:
         """Columns of a first forward that holds whole beginnings."""
         if self.subject.whole == "no" or self.filled:
             return 0
         return 1 + max(
             pads + len(begin) for pads, begin in zip(self.pads, self.begins, strict=True)
         )
-
-    def crop(self, count: int) -> None:
-        """Takes columns back; what is fed next is judged."""
-        self.tries("crop and go on", f"cache.crop({-count})")
-        self.lines.note(f"ids = ids[:, :-{count}]")
-        self.cache.crop(-count)
-        self.texts, self.since = [text[:-count] for text in self.texts], 0
-        self.reaches(taken_back=count)
-        left = self.ids.shape[1] - count
-        self.ids, self.mask = self.ids[:, :left], self.mask[:, :left]
-        self.ends = [*(end for end in self.ends if end < left), left]
-
-    def draft(self, count: int) -> None:
-        """Feeds a token and so many more, of which as many stay as are drawn."""
-        self.feed(1 + count)
-        if wrong := count - self.draw.randint(0, count):
-            self.crop(wrong)
-
-    def select(self, rows: list[int], method: str, asked: Any) -> None:
-        """Goes on as these rows of the cache, by a method of the library's."""
-        getattr(self.cache, method)(
-            asked if isinstance(asked, int) else asked.to(self.subject.device)
-        )
-        self.lines.note(f"ids = ids[{rows}]")
-        self.goes_on_as(rows)
-
-    def other(self, width: int) -> Tensor:
-        """Tokens of another request, ``[1, column]``."""
-        count, begin = min(width, self.room), self.subject.begins[-1]
-        return self.subject.tensor([[*begin, *self.tokens(count - len(begin), self.draw)]])
-
-    def serve(self, ids: Tensor, kept: str = "yes") -> Any:
-        """Serves another request on a cache of its own, which is given back."""
-        self._needs_two_caches()
-        told = self.subject.reads(self.subject.begins[-1:])
-        line = self.subject.feed_line(ids, "no", **told)
-        self.lines += [line] if kept == "yes" else ["kept = cache", line, "cache = kept"]
-        return self.subject.feed(ids, None, **told)[1]
-
-    def again(self) -> None:
-        """Begins anew with the same tokens."""
-        self._begin()
-        self.ends, self.singly, self.pending = [], 0, None
-        self._makes_cache()
-
-    def serve_batch(self, width: int, singly: int) -> None:
-        """Serves another batch of as many rows on a cache of its own, padded otherwise where rows
-        can be padded.
-        """
-        self._needs_two_caches()
-        subject, mine = self.subject, self.program.rows.pads
-        pads = [(mine[row % len(mine)] + 1 + row) % width for row in range(len(self.texts))]
-        pads = pads if "attention_mask" in subject.takes else [0] * len(pads)
-        if subject.whole == "yes":
-            width = max(
-                width,
-                1 + max(lead + len(begin) for lead, begin in zip(pads, self.begins, strict=True)),
-            )
-        columns = min(width + singly, self.room)
-        rows = [
-            [*self.tokens(count, self.draw), *begin, *self.tokens(columns, self.draw)][:columns]
-            for count, begin in zip(pads, self.begins, strict=True)
-        ]
-        ids, cache = subject.tensor(rows), None
-        mask = (
-            subject.tensor([range(columns)] * len(pads)) >= subject.tensor(pads)[:, None]
-        ).long()
-        self.lines += ["kept = cache"] * self.filled
-        for end in range(min(width, columns), columns + 1):
-            begin = 0 if cache is None else end - 1
-            told = self.program.rows.tells(
-                mask[:, :end], end - begin, any(pads), subject.takes, subject.offset
-            )
-            told |= subject.reads(self.begins)
-            self.lines.append(
-                subject.feed_line(ids[:, begin:end], "no" if cache is None else "yes", **told)
-            )
-            cache = subject.feed(ids[:, begin:end], cache, **told)[1]
-        self.lines += ["cache = kept"] * self.filled
-
-    def join(self, ids: Tensor, cache: Any) -> None:
-        """Puts the row of another cache of as many positions under its own."""
-        for mine, theirs in zip(self.cache.layers, cache.layers, strict=True):
-            mine.keys, mine.values = (
-                torch.cat([mine.keys, theirs.keys]),
-                torch.cat([mine.values, theirs.values]),
-            )
-        self.lines.note(f"ids = torch.cat([ids, torch.tensor({ids.tolist()})])")
-        self.texts.append(ids[0].tolist())
-        self.draws.append(self.draw)
-        self.begins.append(self.subject.begins[-1])
-        self.pads.append(0)
-        self.ids, self.mask = (
-            torch.cat([self.ids, ids]),
-            torch.cat([self.mask, torch.ones_like(self.mask[:1])]),
-        )
-
-    def fork(self, width: int) -> None:
-        """Feeds a copy of the cache, judged."""
-        self._needs_two_caches()
-        try:
-            twin = copy.deepcopy(self.cache)
-        except Exception as error:
-            raise UnsupportedError(f"copy.deepcopy of the cache raises {named(error)}") from error
-        back = self.aside()
-        ids, mask = self.columns(width)
-        self.lines.append("kept = copy.deepcopy(cache)")
-        self.lines.note("before = ids")
-        self.forward(ids, mask, twin)
-        self.lines.append("cache = kept")
-        self.lines.note("ids = before")
-        back()
-
-    def _needs_two_caches(self) -> None:
-        if self.subject.requests == "one":
-            raise RefusedError(
-                "it holds its cache itself, for one request at a time, as requests='one' says"
-            )
-
-    def compiled(self, own: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        """What is right is computed by the model's own forward, which ``own`` puts back."""
-        vars(self.subject)["uncompiled"] = own
-        self.held.callback(vars(self.subject).pop, "uncompiled")
 
     def aside(self) -> Callable[[], None]:
         """What gives back the rows as they are now, after something was tried."""

@@ -17,6 +17,7 @@ from kvinterp.auditing.programs.operations.compile import Compile
 from kvinterp.auditing.programs.operations.feed import Feed
 from kvinterp.auditing.programs.operations.fork import Again
 from kvinterp.auditing.programs.operations.generate import Generate
+from kvinterp.auditing.programs.outcome import RIGHT, WRONG
 from kvinterp.auditing.programs.program import (
     CACHES,
     MASKS,
@@ -28,7 +29,7 @@ from kvinterp.auditing.programs.program import (
     Rows,
 )
 from kvinterp.auditing.programs.reach import Reach
-from kvinterp.auditing.programs.running import PADDED, RIGHT, WRONG, Run
+from kvinterp.auditing.programs.running import PADDED, Run
 from kvinterp.auditing.programs.subject import Subject
 
 FIRST = (

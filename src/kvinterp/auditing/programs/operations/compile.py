@@ -55,7 +55,9 @@ class Compile(Operation):
         )
         own = run.model.forward
         run.held.enter_context(compiled(run.model, self.backend))
-        run.compiled(lambda: _replaced(run.model, own))
+        # What is right is computed by the model's own forward.
+        vars(run.subject)["uncompiled"] = lambda: _replaced(run.model, own)
+        run.held.callback(vars(run.subject).pop, "uncompiled")
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from kvinterp.auditing.programs.operations.feed import Feed
 from kvinterp.auditing.programs.program import Operation
 from kvinterp.auditing.programs.running import Run
 from kvinterp.models.caches import offers
@@ -50,7 +51,14 @@ class Crop(Operation):
 
     def do(self, run: Run) -> None:
         """Takes them back; what is fed next is judged."""
-        run.crop(self.count)
+        run.tries("crop and go on", f"cache.crop({-self.count})")
+        run.lines.note(f"ids = ids[:, :-{self.count}]")
+        run.cache.crop(-self.count)
+        run.texts, run.since = [text[: -self.count] for text in run.texts], 0
+        run.reaches(taken_back=self.count)
+        left = run.ids.shape[1] - self.count
+        run.ids, run.mask = run.ids[:, :left], run.mask[:, :left]
+        run.ends = [*(end for end in run.ends if end < left), left]
 
     @property
     def columns(self) -> int:
@@ -79,7 +87,9 @@ class Draft(Operation):
     def do(self, run: Run) -> None:
         """Feeds a token with its drafts, of which as many stay as are drawn."""
         run.tries("drafts checked")
-        run.draft(self.count)
+        Feed(1 + self.count).do(run)
+        if wrong := self.count - run.draw.randint(0, self.count):
+            Crop(wrong).do(run)
 
     @property
     def columns(self) -> int:

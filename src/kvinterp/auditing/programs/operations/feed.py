@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 from kvinterp.auditing.programs.program import Operation
 from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.subject import Subject
+
+PIECES = 8
+"""The most forwards of one feed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +51,22 @@ class Feed(Operation):
         return run.ids.shape[1] + 2 <= run.room
 
     def do(self, run: Run) -> None:
-        """Feeds the pieces."""
-        run.feed(self.width, self.cut, self.inner, self.behind)
+        """Feeds the pieces; beyond the contract alone may one of a single column have a pad."""
+        least, left = run.begin_width(), run.room - 1 - run.ids.shape[1]
+        ids, mask = run.columns(min(self.width, left), self.inner, self.behind)
+        width = ids.shape[1]
+        cut = max(self.cut, -(-width // PIECES)) if self.cut else width
+        ends = [0]
+        for end in [*range(cut, width, cut), width]:
+            if end < least:
+                continue
+            if run.beyond or end - ends[-1] > 1 or bool(mask[:, ends[-1]].all()):
+                ends.append(end)
+            elif end == width:
+                ends[max(len(ends) - 1, 1) :] = [width]
+        for begin, end in itertools.pairwise(ends):
+            piece = ids[:, begin:end], mask[:, begin:end]
+            run.took(*piece, run.forward(*piece, run.cache, mask[:, end:].sum(1)))
 
     @property
     def columns(self) -> int:

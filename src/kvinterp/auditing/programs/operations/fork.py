@@ -4,13 +4,19 @@ request comes again.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import random
+from typing import Any
 
+from torch import Tensor
+
+from kvinterp.auditing.programs.outcome import RefusedError
 from kvinterp.auditing.programs.program import Operation
 from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.subject import Subject
 from kvinterp.common.checks import check_known
+from kvinterp.errors import UnsupportedError, named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +37,19 @@ class Fork(Operation):
     def do(self, run: Run) -> None:
         """Feeds the copy, judged."""
         run.tries("fork")
-        run.fork(self.width)
+        needs_two_caches(run)
+        try:
+            copied = copy.deepcopy(run.cache)
+        except Exception as error:
+            raise UnsupportedError(f"copy.deepcopy of the cache raises {named(error)}") from error
+        back = run.aside()
+        ids, mask = run.columns(self.width)
+        run.lines.append("kept = copy.deepcopy(cache)")
+        run.lines.note("before = ids")
+        run.forward(ids, mask, copied)
+        run.lines.append("cache = kept")
+        run.lines.note("ids = before")
+        back()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +86,10 @@ class Request(Operation):
         """Forwards on a cache of their own."""
         if self.rows == "same":
             run.tries("another batch, padded otherwise")
-            run.serve_batch(self.width, self.singly)
+            serve_batch(run, self.width, self.singly)
         else:
             run.tries("another request in between")
-            run.serve(run.other(self.width), kept="no")
+            serve(run, another_prompt(run, self.width), kept="no")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +103,9 @@ class Again(Operation):
     def do(self, run: Run) -> None:
         """Begins anew; what is fed next is judged."""
         run.tries("the same request again")
-        run.again()
+        run.begin()
+        run.ends, run.singly, run.pending = [], 0, None
+        run.makes_cache()
 
     def smaller(self) -> list[Operation]:
         """How many columns it leaves on the cache: the copy is fed, the cache itself is not."""
@@ -95,3 +115,60 @@ class Again(Operation):
     def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Again:
         """It has no number."""
         return cls()
+
+
+def needs_two_caches(run: Run) -> None:
+    """Raises RefusedError where the code holds one cache itself."""
+    if run.subject.requests == "one":
+        raise RefusedError(
+            "it holds its cache itself, for one request at a time, as requests='one' says"
+        )
+
+
+def another_prompt(run: Run, width: int) -> Tensor:
+    """Tokens of another request, ``[1, column]``."""
+    count, begin = min(width, run.room), run.subject.begins[-1]
+    return run.subject.tensor([[*begin, *run.tokens(count - len(begin), run.draw)]])  # type: ignore[no-any-return]
+
+
+def serve(run: Run, ids: Tensor, kept: str = "yes") -> Any:
+    """Serves another request on a cache of its own, which is given back."""
+    needs_two_caches(run)
+    told = run.subject.reads(run.subject.begins[-1:])
+    line = run.subject.feed_line(ids, "no", **told)
+    run.lines += [line] if kept == "yes" else ["kept = cache", line, "cache = kept"]
+    return run.subject.feed(ids, None, **told)[1]
+
+
+def serve_batch(run: Run, width: int, singly: int) -> None:
+    """Serves another batch of as many rows on a cache of its own, padded otherwise where rows can
+    be padded.
+    """
+    needs_two_caches(run)
+    subject, mine = run.subject, run.program.rows.pads
+    pads = [(mine[row % len(mine)] + 1 + row) % width for row in range(len(run.texts))]
+    pads = pads if "attention_mask" in subject.takes else [0] * len(pads)
+    if subject.whole == "yes":
+        width = max(
+            width,
+            1 + max(lead + len(begin) for lead, begin in zip(pads, run.begins, strict=True)),
+        )
+    columns = min(width + singly, run.room)
+    rows = [
+        [*run.tokens(count, run.draw), *begin, *run.tokens(columns, run.draw)][:columns]
+        for count, begin in zip(pads, run.begins, strict=True)
+    ]
+    ids, cache = subject.tensor(rows), None
+    mask = (subject.tensor([range(columns)] * len(pads)) >= subject.tensor(pads)[:, None]).long()
+    run.lines += ["kept = cache"] * run.filled
+    for end in range(min(width, columns), columns + 1):
+        begin = 0 if cache is None else end - 1
+        told = run.program.rows.tells(
+            mask[:, :end], end - begin, any(pads), subject.takes, subject.offset
+        )
+        told |= subject.reads(run.begins)
+        run.lines.append(
+            subject.feed_line(ids[:, begin:end], "no" if cache is None else "yes", **told)
+        )
+        cache = subject.feed(ids[:, begin:end], cache, **told)[1]
+    run.lines += ["cache = kept"] * run.filled

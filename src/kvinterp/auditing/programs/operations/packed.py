@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kvinterp.auditing.programs.lines import FED
+from kvinterp.auditing.programs.outcome import PlainError, Wrong, WrongError
 from kvinterp.auditing.programs.program import MASKS, Operation, mask_4d
-from kvinterp.auditing.programs.running import PlainError, Run, Wrong, WrongError
+from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.subject import Subject, apart
 
 MOST = 9

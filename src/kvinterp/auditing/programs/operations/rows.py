@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from kvinterp.auditing.programs.operations.fork import another_prompt, serve
 from kvinterp.auditing.programs.program import Operation
 from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.subject import Subject
@@ -53,7 +54,11 @@ class Moved(Operation):
             self.method,
             f"cache.{self.method}({asked if isinstance(asked, int) else f'torch.tensor({rows})'})",
         )
-        run.select(rows, self.method, asked)
+        getattr(run.cache, self.method)(
+            asked if isinstance(asked, int) else asked.to(run.subject.device)
+        )
+        run.lines.note(f"ids = ids[{rows}]")
+        run.goes_on_as(rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +146,22 @@ class Join(Operation):
     def do(self, run: Run) -> None:
         """Feeds it as many columns as there are, and puts its rows under the others."""
         run.tries("rows that join", "kept = cache")
-        ids = run.other(run.ids.shape[1])
-        run.join(ids, run.serve(ids))
+        ids = another_prompt(run, run.ids.shape[1])
+        cache = serve(run, ids)
+        for mine, theirs in zip(run.cache.layers, cache.layers, strict=True):
+            mine.keys, mine.values = (
+                torch.cat([mine.keys, theirs.keys]),
+                torch.cat([mine.values, theirs.values]),
+            )
+        run.lines.note(f"ids = torch.cat([ids, torch.tensor({ids.tolist()})])")
+        run.texts.append(ids[0].tolist())
+        run.draws.append(run.draw)
+        run.begins.append(run.subject.begins[-1])
+        run.pads.append(0)
+        run.ids, run.mask = (
+            torch.cat([run.ids, ids]),
+            torch.cat([run.mask, torch.ones_like(run.mask[:1])]),
+        )
         run.lines.append("for mine, theirs in zip(kept.layers, cache.layers):")
         run.lines += [
             f"    mine.{name} = torch.cat([mine.{name}, theirs.{name}])"

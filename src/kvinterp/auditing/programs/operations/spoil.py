@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvinterp.auditing.programs.outcome import WrongError
 from kvinterp.auditing.programs.program import Operation
-from kvinterp.auditing.programs.running import Run, WrongError
+from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.subject import Subject
 
 SPOILS = (
