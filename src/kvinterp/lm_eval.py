@@ -354,7 +354,7 @@ def _with_device(given: argparse.Namespace) -> argparse.Namespace:
     The harness would take ``cuda:0``, whether or not there is one.
     """
     if "device" not in given:
-        return given  # Of a command that runs no model.
+        return given  # The command runs no model.
     told = EvaluatorConfig.load_yaml_config(given.config) if given.config else {}
     if (given.model or told.get("model")) == "kvinterp" and not (
         given.device or told.get("device")

@@ -232,7 +232,7 @@ def _further(mine: Tensor, theirs: Tensor, true: Tensor, unit: float, by_positio
         return False
     a, b, t = mine.double(), theirs.double(), true.double()
     if by_position:
-        # Of all keys and values only those that differ: one wrong one does not hide among many
+        # Only the keys and values that differ, so that one wrong one does not hide among many
         # right ones.
         apart = (a != b).flatten(0, -3).any(-1).any(0)
         a, b, t = a[..., apart, :], b[..., apart, :], t[..., apart, :]

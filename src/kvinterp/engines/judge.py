@@ -72,8 +72,8 @@ def audit_engine(
 
     Returns:
         The verdict, that of the worse side; its ``given`` has the distances, what was tried, and
-        the statistics of reinforcement learning, its ``tokens`` both sides' log-probs. Of two sides
-        ``given["sides"]`` has the word and reason of each.
+        the statistics of reinforcement learning, its ``tokens`` both sides' log-probs. Where there
+        are two sides, ``given["sides"]`` has the word and reason of each.
 
     Raises:
         InputError: The file cannot be read, or a text cannot be one of this model's.

@@ -172,10 +172,9 @@ def _kl(half_log_ratio: Tensor, tanh: Tensor, mass: Tensor) -> Tensor:
 def _js(half_log_ratio: Tensor, tanh: Tensor, mass: Tensor) -> Tensor:
     x = half_log_ratio.clamp(-_SATURATED, _SATURATED)
     # log cosh x = log1p(2 sinh(x/2)^2) keeps its digits for small x, where cosh x rounds to 1.
-    # Of sinh torch's AVX2 gives other last bits at a tensor's end than within it, so that a row's
-    # number would hang on how many
-    # are measured with it: 2 sinh(y) = e + e / (e + 1) with e = expm1(y), of |y|, so that both
-    #     signs give the same bits.
+    # Torch's sinh under AVX2 has other last bits at a tensor's end than within it, so that a row's
+    # number would depend on how many rows are measured with it: 2 sinh(y) = e + e / (e + 1) with
+    # e = expm1(y), for |y|, so that both signs give the same bits.
     grown = (x.abs() * 0.5).expm1_()
     log_cosh = (grown + grown / (grown + 1)).square_().mul_(0.5).log1p_()
     return (x * tanh).sub_(log_cosh).mul_(mass).sum(-1).mul_(0.5).clamp_(max=math.log(2))

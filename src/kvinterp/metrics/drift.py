@@ -32,8 +32,8 @@ def residual_drift(a: Residual, b: Residual) -> dict[str, Measure]:
     length = torch.linalg.vector_norm(both, dim=-1)
     l2 = torch.linalg.vector_norm(both[0] - both[1], dim=-1)
     unit = both / length.unsqueeze(-1)
-    # Of two streams one rounding apart the cosine is 1 - 1e-14 in float32: subtracted from 1 it
-    # would keep two digits.
+    # The cosine of two streams that are one rounding apart is 1 - 1e-14 in float32: subtracted
+    # from 1 it would keep two digits.
     distance = (unit[0] - unit[1]).square_().sum(-1).mul_(0.5).clamp_(max=2)
     distance = torch.where(length.amax(0) == 0, 0.0, distance)
     return {

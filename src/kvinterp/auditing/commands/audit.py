@@ -272,8 +272,8 @@ class Audit(Experiment):
                     ),
                 )
             else:
-                # --dtype is what the engine was said to run in. Of weights that were rounded to it
-                # no other precision is found again.
+                # --dtype is what the engine was said to run in. Weights that were rounded to it
+                # would show no other precision.
                 adapter = loaded({**self.model_settings(), "dtype": "float32"})
                 older = None
                 if self.older is not None:

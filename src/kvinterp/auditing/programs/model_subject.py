@@ -378,8 +378,8 @@ class ModelSubject(Subject):
         fed = ["embeds"] if "inputs_embeds" in takes and runs(fed="embeds") is not None else []
         if "token_type_ids" in takes and (whole := runs(fed="types")) is not None:
             with self.running(), self.called_as(dataclasses.replace(known, fed="types")):
-                # Of a prefix that is read in both directions types are no function of what came
-                # before.
+                # The types of a prefix that is read in both directions are no function of what
+                # came before.
                 begins = (
                     apart(self.plain(ids[:, :end])[0], whole[:end]) for end in range(1, len(whole))
                 )

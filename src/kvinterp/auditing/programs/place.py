@@ -191,8 +191,8 @@ def _first(
             entered = entered or layer < len(blocks)
             for row, text in enumerate(texts[: len(tensor)] if key[0] else []):
                 want = None if key[1] == KEEPS else whole[row].get(key)
-                # Of what is read all columns so far, or the last in a window; of all else the new
-                # ones.
+                # What is read has all columns so far, or the last in a window; all else has the
+                # new ones.
                 if want is None or (
                     not read and (tensor.shape[1], want.shape[1]) != (width, len(text))
                 ):

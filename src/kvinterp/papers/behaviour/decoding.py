@@ -327,7 +327,7 @@ def _decoded(
         yield each()
     _, feeds, sound = (of_lane[0] for of_lane in collected.lists())
     for row, count in enumerate(counts):
-        # Of a row that is over nothing is decided by what its batch goes on with.
+        # What the batch goes on with decides nothing about a row that is over.
         if not all(sound[row][:count]):
             raise NonFiniteError(
                 first_nonfinite(adapter, path, tokens[row, :head].tolist(), feeds[row][: count - 1])

@@ -399,9 +399,9 @@ def behaviour_of(
 ) -> pd.DataFrame:
     """What a model writes and thinks likely under a policy, prompt by prompt.
 
-    Every prompt has noise of its own, so that prompts are independent of each other. Of strings and
-    texts the last token of the context goes through the cache under either reading: no answer is
-    the prefill's alone.
+    Every prompt has noise of its own, so that prompts are independent of each other. The last
+    token of a string's or a text's context goes through the cache under either reading: no answer
+    is the prefill's alone.
 
     Args:
         adapter: The model.
