@@ -62,13 +62,25 @@ def test_the_figures_stand_in_the_reading_the_json_and_on_the_page(tmp_path):
     assert all(line in verdict.sentences() for line in lines)
     told = json.loads((tmp_path / "verdict.json").read_text(encoding="utf-8"))["distances"]
     assert [Distance(**row) for row in told] == [*verdict.distances] == [*kv.load(tmp_path).distances]
+    assert [one.name for one in verdict.distances] == ["padded(left,5)", ""]
+    assert lines[0].startswith("in bfloat16 padded(left,5) moves logits by at most")
+    assert lines[0].endswith(" (rows(5)+feed(22,0)+feed(8,1)).")
+    assert lines[1].startswith("in bfloat16 rows(0+3+1+2)+feed(9,0)")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert page.count("in bfloat16 rows(") == 2
-    assert "moves logits by at most" in page
+    top = page[: page.index("<details")]
+    assert ">How far what was asked for moves logits in bfloat16<" in top
+    for one in verdict.distances:
+        assert f'data-head="asked for">{one.name or one.program}</td>' in top
+        assert f'data-head="largest logit difference">{one.logits:.2g}</td>' in top
+        assert f'data-head="of two recomputations">{one.null:.2g}</td>' in top
+    # Each stands once, as a row of the table and no sentence besides.
+    assert "moves logits by at most" not in page
 
 
-def test_without_calls_there_is_no_figure():
-    assert kv.audit(kv.load_model("zoo:gqa2-mini", dtype="bfloat16"), **QUICK).distances == ()
+def test_without_calls_there_is_no_figure(tmp_path):
+    verdict = kv.audit(kv.load_model("zoo:gqa2-mini", dtype="bfloat16"), out=tmp_path, **QUICK)
+    assert verdict.distances == ()
+    assert "what was asked for" not in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 def test_functions_and_given_caches_have_figures_too():
@@ -93,5 +105,5 @@ def test_what_a_model_does_not_offer_is_said():
     assert one.word == "refused"
     assert one.tokens == 0
     assert one.said.startswith(
-        "in float16 nothing was compared in rows(0,cache=static)+feed(17,0)+feed(8,1): this model does not"
+        "in float16 nothing was compared in static (rows(0,cache=static)+feed(17,0)+feed(8,1)): this model does not"
     )

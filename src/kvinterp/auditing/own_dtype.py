@@ -47,6 +47,8 @@ class Distance:
             text behind the tokens.
         changed: At how many tokens another logit is the largest.
         tokens: How many tokens were compared.
+        name: What the program was asked for as, such as ``batched(8)``; empty where it was written
+            out.
     """
 
     program: str
@@ -57,21 +59,23 @@ class Distance:
     null: float = 0.0
     changed: int = 0
     tokens: int = 0
+    name: str = ""
 
     @property
     def said(self) -> str:
-        """The figures in a sentence."""
+        """The figures in a sentence, which ends with the program where a name was asked for."""
+        asked, program = self.name or self.program, f" ({self.program})" if self.name else ""
         if not self.tokens:
-            return f"in {self.dtype} nothing was compared in {self.program}: {self.why.rstrip('.') or self.word}."
+            return f"in {self.dtype} nothing was compared in {asked}{program}: {self.why.rstrip('.') or self.word}."
         ended = (
             ""
             if self.word == RIGHT
             else f", as far as it came ({self.word}: {self.why.rstrip('.')})"
         )
         return (
-            f"in {self.dtype} {self.program} moves logits by at most {self.logits:.2g}, and another token comes first at "
+            f"in {self.dtype} {asked} moves logits by at most {self.logits:.2g}, and another token comes first at "
             f"{self.changed} of {counted(self.tokens, 'token')}{ended}; two recomputations, one among more rows or with more "
-            f"text behind, differ by at most {self.null:.2g}."
+            f"text behind, differ by at most {self.null:.2g}{program}."
         )
 
 
@@ -94,7 +98,13 @@ def distances_of(
             subject = ModelSubject(adapter, (), kind, lossy)
         except Exception as error:
             return [
-                Distance(str(program), dtype_name(adapter.dtype), UNCLEAR, reason(error))
+                Distance(
+                    str(program),
+                    dtype_name(adapter.dtype),
+                    UNCLEAR,
+                    reason(error),
+                    name=program.name,
+                )
                 for program in given
             ]
         return [distance_of(subject, program) for program in given]
@@ -114,7 +124,7 @@ def distance_of(subject: Subject, program: Program) -> Distance:
     word, why = run.run()
     dtype = dtype_name(subject.alone(subject.tokens[:1]).dtype)
     if not pairs:
-        return Distance(str(program), dtype, word, why)
+        return Distance(str(program), dtype, word, why, name=program.name)
     largest, changed, tokens = zip(*pairs, strict=True)
     # A text that another begins with is compared within that one.
     whole = [
@@ -123,7 +133,15 @@ def distance_of(subject: Subject, program: Program) -> Distance:
         if not any(len(other) > len(text) and other[: len(text)] == text for other in texts)
     ]
     return Distance(
-        str(program), dtype, word, why, max(largest), _null(run, whole), sum(changed), sum(tokens)
+        str(program),
+        dtype,
+        word,
+        why,
+        max(largest),
+        _null(run, whole),
+        sum(changed),
+        sum(tokens),
+        program.name,
     )
 
 

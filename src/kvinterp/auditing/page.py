@@ -21,13 +21,14 @@ from kvinterp.findings import Chart, Panel
 from kvinterp.models.adapter import DTYPES
 from kvinterp.report.charts import draw_chart
 from kvinterp.report.experiment import kicker_of
-from kvinterp.report.page import Table, render, table_of_rows
+from kvinterp.report.page import Column, Table, filled_columns, render, table_of_rows
 from kvinterp.report.svg import picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvinterp.auditing.ladder import PrecisionRun
+    from kvinterp.auditing.own_dtype import Distance
     from kvinterp.auditing.verdict import Audit, Check, Verdict
 
 Row = Mapping[str, Any]
@@ -70,6 +71,9 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
     # The first line says so of what was asked for and is off, though the cache passes.
     off = any(check.status == PLAIN and check.asked for check in verdict.checks)
     figure = ladder_figure(verdict.evidence)
+    # The distances stand in a table of their own.
+    figures = {one.said for one in verdict.distances}
+    why = [line for line in why if line not in figures]
     said = why[: why.index(IN_PYTHON)] if IN_PYTHON in why else why
     return render(
         f"Audit of {verdict.provenance['model']}",
@@ -80,6 +84,7 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
         first=first,
         likely=[upper(line.removeprefix(HINT)) for line in said if line.startswith(HINT)],
         why=[line for line in said if not line.startswith(HINT)],
+        distances=distance_table(verdict.distances),
         exercised=exercised,
         mark={0: "unsure" if off else "good", 3: "unsure"}.get(verdict.exit_code, "bad"),
         program=next(
@@ -98,6 +103,30 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
 
 
 # The verdict and what was exercised ---------------------------------------------------------------
+
+
+def distance_table(distances: Sequence[Distance]) -> Table:
+    """How far each program that was asked for moves logits in the model's own dtype, a row each;
+    the distance and its null stand first, since a phone shows these alone until a row is opened.
+    """
+    rows = []
+    for one in distances:
+        ended = "" if one.word == RIGHT else f"{one.word}: {one.why.rstrip('.')}. "
+        sizes = (
+            [f"{one.logits:.2g}", f"{one.null:.2g}", f"{one.changed} of {one.tokens:,} tokens"]
+            if one.tokens
+            else ["nothing was compared", "", ""]
+        )
+        named = f"{ended}{one.program if one.name else ''}"
+        rows.append([one.name or one.program, *sizes, named])
+    head = (
+        Column("asked for", "text"),
+        Column("largest logit difference"),
+        Column("of two recomputations"),
+        Column("another token first"),
+        Column("program", "text"),
+    )
+    return filled_columns(head, rows, look="cards")
 
 
 def _uses(verdict: Verdict) -> dict[str, list[Check]]:

@@ -209,9 +209,10 @@ class Evidence:
         """What was asked for and is off without a cache too: whoever asked has a wrong answer,
         whatever the cache does.
         """
+        names = {one.program: f", asked for as {one.name}" for one in self.distances if one.name}
         return [
             f"not the cache: {check.name} changes the answer with and without one: {check.detail.rstrip('.')}, in the program "
-            f"{check.program}; what follows is said of the cache alone."
+            f"{check.program}{names.get(check.asked, '')}; what follows is said of the cache alone."
             for check in self.checks
             if check.status == PLAIN and check.asked
         ]

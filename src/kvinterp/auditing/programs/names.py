@@ -335,7 +335,7 @@ def program_for(text: str, length: int, steps: int) -> Program:
         return program_named(text)
     hint = f"Names go together by +, as in padded(left,5)+static. {HINT}"
     names = [spec.read("program", part, NAMES, hint) for part in spec.split(text, "+") or [text]]  # type: ignore[type-var]
-    return Names(tuple(names)).program(length, steps)
+    return dataclasses.replace(Names(tuple(names)).program(length, steps), name=text.strip())
 
 
 LENGTH, STEPS = 17, 8

@@ -230,10 +230,17 @@ class Operation(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Rows, and the operations on their cache."""
+    """Rows, and the operations on their cache.
+
+    Attributes:
+        rows: The rows.
+        steps: The operations.
+        name: What it was asked for as, such as ``padded(left,5)``; empty where it was written out.
+    """
 
     rows: Rows
     steps: tuple[Operation, ...] = ()
+    name: str = dataclasses.field(default="", compare=False)
 
     @property
     def columns(self) -> int:
