@@ -108,6 +108,8 @@ class _Batch:
     ids: Tensor | None = None
     pads: tuple[int, ...] = (0,)
     """The pads in front of each row, as they were known when the window was laid."""
+    empty: dict[Site, Tensor] = dataclasses.field(default_factory=dict)
+    """What stands for each pass that has left the window: no rows."""
 
     @property
     def end(self) -> int:
@@ -385,10 +387,12 @@ class Recording(Recorder, WatchesPasses):
                 return
             if at >= 0:
                 batch.passes[at] = dataclasses.replace(batch.passes[at], columns=())
-                for (site, _), tensors in self.kept.items():
-                    tensors[self._gone] = (
-                        tensors[self._gone].narrow(LAYOUTS[site].rows, 0, 0).clone()
-                    )
+                for place, tensors in self.kept.items():
+                    # One for all passes: a tensor for each would keep pieces of what is let go of.
+                    if place not in batch.empty:
+                        none = tensors[self._gone].narrow(LAYOUTS[place[0]].rows, 0, 0)
+                        batch.empty[place] = none.clone()
+                    tensors[self._gone] = batch.empty[place]
             self._gone += 1
 
     def _write_parts(self) -> None:
