@@ -99,13 +99,14 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=0, help="default: four times the width")
     parser.add_argument("--k", type=int, default=32)
     parser.add_argument("--sparsity", type=float, default=3e-3, help="of JumpReLU: the weight of each feature that fires")
+    parser.add_argument("--dtype", default="float16", help="of the model; on most CPUs float32 is the fastest")
     parser.add_argument("--prompts", default="natural:48")
     parser.add_argument("--tokens", type=int, default=128, help="sampled behind each text")
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
-    began, model = time.perf_counter(), kv.load_model(options.model)
+    began, model = time.perf_counter(), kv.load_model(options.model, dtype=options.dtype)
     rows, held, scale = rows_of(model, options.layer, options.prompts, options.tokens, options.seed)
     count = options.features or 4 * model.facts.width
     about = {"hook_name": f"blocks.{options.layer}.hook_resid_post", "model_name": model.facts.name}

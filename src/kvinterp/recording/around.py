@@ -25,7 +25,7 @@ from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.recording.generation import Generation, Pass, Stitched, ended, pads_in, text_end
 from kvinterp.recording.parts import PART, Packing, Parts
 from kvinterp.recording.recorder import Recorder
-from kvinterp.recording.windows import window_of
+from kvinterp.recording.windows import Window, window_of
 
 CONTEXT = "kv.record"
 
@@ -61,8 +61,9 @@ def record(
         heads: As for :class:`Recorder`.
         kv_heads: As for :class:`Recorder`.
         positions: ``"newest"`` (of each forward) or ``"all"``; or a part of each text, for
-            ``.texts()``: ``"generated"``, ``"last(64)"``, ``"every(16)"``, or a list of positions
-            in the text.
+            ``.texts()``: ``"generated"``, ``"last(64)"``, ``"every(16)"``, ``"around(4, 13)"`` (at
+            most 4 positions from a token with the id 13; several ids may follow), or a list of
+            positions in the text.
         into: An empty folder in which what was recorded is kept in parts, for texts that do not fit
             into memory; ``.texts()`` reads from there. Default: in memory.
 
@@ -160,7 +161,7 @@ class Recording(Recorder, WatchesPasses):
         self._packing = Packing()
         self._columns: tuple[int, ...] | None = None
         self._pads: tuple[int, ...] = (0,)
-        self._held = self._gone = 0
+        self._held = self._gone = self._written = 0
         if self._parts is not None and self.window is None:
             raise InputError(
                 "into= was given with the newest position of each forward, which fits into memory: leave it out."
@@ -248,7 +249,8 @@ class Recording(Recorder, WatchesPasses):
             begin, cut = pads[row], batch.prompt_length
             generated = tuple(tokens[cut : cut + ended(tokens[cut:], tuple(ends))])
             stop = text_end(tokens, cut, batch.end, tuple(ends))
-            chosen = self._chosen(batch, pads, begin, stop)
+            text = tokens[: cut + len(generated)]
+            chosen = self._chosen(batch, pads, begin, stop, text)
             columns = range(begin, stop) if chosen is None else chosen
             yield Generation(
                 prompt=tuple(tokens[begin:cut]),
@@ -273,9 +275,9 @@ class Recording(Recorder, WatchesPasses):
             )
 
     def _chosen(
-        self, batch: _Batch, pads: Sequence[int], begin: int, stop: int
+        self, batch: _Batch, pads: Sequence[int], begin: int, stop: int, tokens: Sequence[int]
     ) -> list[int] | None:
-        """The columns of a row that the window holds."""
+        """The columns of a row, with these tokens, that the window holds."""
         window = self.window
         if window is None or window.kind == "all":
             return None
@@ -286,6 +288,14 @@ class Recording(Recorder, WatchesPasses):
             )
         kept = set(itertools.chain.from_iterable(here.columns or () for here in batch.passes))
         first = max(begin, batch.end - window.count) if window.kind == "last" else begin
+        if window.kind == "around":
+            near = [at for at in range(begin, stop) if window.near(at - begin, tokens[begin:])]
+            if not kept.issuperset(near):
+                raise UnsupportedError(
+                    "a token was computed again after positions around it had been let go of (a draft that was rejected): "
+                    "record positions='all'."
+                )
+            return near
         return [
             at
             for at in range(first, stop)
@@ -377,33 +387,54 @@ class Recording(Recorder, WatchesPasses):
         self._columns = self.window.columns(cached, stop, length, self._pads)
 
     def _let_go(self) -> None:
-        """Lets go of what is no longer among the last positions."""
-        if self.window is None or self.window.kind != "last":
+        """Lets go of what is no longer among the last positions, or stands around no token that
+        was given.
+        """
+        window, batch = self.window, self._batches[-1]
+        if window is None or not window.decided_later:
             return
-        batch = self._batches[-1]
         while self._gone < batch.numbers[-1]:
             at = self._gone - batch.numbers[0]
-            if at >= 0 and batch.passes[at].stop > batch.end - self.window.count:
+            if at >= 0 and batch.passes[at].stop > batch.end - window.count:
                 return
             if at >= 0:
-                batch.passes[at] = dataclasses.replace(batch.passes[at], columns=())
-                for place, tensors in self.kept.items():
-                    # One for all passes: a tensor for each would keep pieces of what is let go of.
-                    if place not in batch.empty:
-                        none = tensors[self._gone].narrow(LAYOUTS[place[0]].rows, 0, 0)
-                        batch.empty[place] = none.clone()
-                    tensors[self._gone] = batch.empty[place]
+                columns: tuple[int, ...] = ()
+                if window.kind == "around":
+                    columns = _columns_near(window, batch.passes[at], batch.ids)
+                self._keep_alone(batch, at, columns)
             self._gone += 1
+
+    def _keep_alone(self, batch: _Batch, at: int, columns: tuple[int, ...]) -> None:
+        """Keeps some columns of a pass, and lets go of its others."""
+        here = batch.passes[at]
+        before = range(here.start, here.stop) if here.columns is None else here.columns
+        rows = torch.tensor([before.index(column) for column in columns], dtype=torch.long)
+        batch.passes[at] = dataclasses.replace(here, columns=columns)
+        for place, tensors in self.kept.items():
+            shown, axis = tensors[self._gone], LAYOUTS[place[0]].rows
+            if columns and place[0] not in (*CACHE_SITES, ROWS):
+                chosen = shown.index_select(axis, rows.to(shown.device))
+                tensors[self._gone] = self._packed([chosen])[0]
+                continue
+            # One for all passes: a tensor for each would keep pieces of what is let go of.
+            if place not in batch.empty:
+                batch.empty[place] = shown.narrow(axis, 0, 0).clone()
+            tensors[self._gone] = batch.empty[place]
 
     def _write_parts(self) -> None:
         """Writes what is held to disk, if that is asked for and it is much."""
         if self._parts is None or self._held < PART:
             return
-        numbers = range(self._gone, len(self.recorded_steps))
+        # What is left of passes that were let go of is written too, unless it is nothing.
+        left = next(iter(self.kept.values()))
+        whole = self._gone
+        numbers = [n for n in range(self._written, len(left)) if n >= whole or left[n].numel()]
         self._parts.write(self.kept, numbers)
         for tensors in self.kept.values():
-            tensors[self._gone :] = [_ON_DISK] * len(numbers)
+            for number in numbers:
+                tensors[number] = _ON_DISK
         self._held, self._gone = 0, len(self.recorded_steps)
+        self._written = self._gone
 
     def _note_columns(self, cached: int, new: int) -> None:
         """Notes which columns of which batch the pass computed."""
@@ -460,3 +491,12 @@ class Recording(Recorder, WatchesPasses):
             f"{site!r} of layer {layer} was asked for, and a forward of {name} ran the layers {ran[0]} to {ran[-1]} only: leave "
             f"out what stops it there, or ask for those, layers=range({ran[0]}, {ran[-1] + 1})."
         )
+
+
+def _columns_near(window: Window, here: Pass, ids: Tensor | None) -> tuple[int, ...]:
+    """The columns that a pass was first to compute and that stand around a given token in some
+    row; all of them where no token ids were seen.
+    """
+    own = range(here.first, here.stop)
+    rows = [] if ids is None else ids.tolist()
+    return tuple(at for at in own if ids is None or any(window.near(at, tokens) for tokens in rows))

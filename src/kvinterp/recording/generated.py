@@ -55,7 +55,8 @@ def generated(
         heads: Query heads to keep (default: all).
         kv_heads: KV heads to keep (default: all).
         positions: The positions of each text to keep: ``"all"``, ``"generated"``, ``"last(64)"``,
-            ``"every(16)"``, or a list of positions in the text.
+            ``"every(16)"``, ``"around(4, 13)"`` (at most 4 positions from a token with the id 13;
+            several ids may follow), or a list of positions in the text.
         max_new_tokens: Most tokens to generate.
         logits: ``"keep"`` keeps the logits that decided each token; ``"discard"`` does not.
         batch_size: Most prompts in a batch. Prompts of several lengths are padded at the left, and

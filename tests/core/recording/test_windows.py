@@ -62,6 +62,51 @@ def test_a_window_has_the_rows_of_the_whole(model: Any, window: Any, cached: boo
                 text.cache()
 
 
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("distance", [0, 1, 3])
+def test_around_tokens(
+    model: Any,
+    whole: list[kv.Generation],
+    cached: bool,
+    distance: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Positions near a token of the prompt, one that is written, and the last, which is never fed; rows of both texts."""
+    given = {PROMPTS[0][2], whole[0].tokens[2], whole[1].tokens[-1]}
+    window = f"around({distance}, {', '.join(map(str, given))})"
+    options = {} if cached else {"use_cache": False}
+    expected = texts_of(model, **options)
+    monkeypatch.setattr(around, "PART", 2**14)
+    for how in ({}, {"into": tmp_path / "parts"}):
+        texts = texts_of(model, positions=window, **options, **how)
+        for other, text in zip(expected, texts, strict=True):
+            near = {
+                at + by for at, token in enumerate(other.text) if token in given for by in range(-distance, distance + 1)
+            }
+            wanted = sorted(near & set(other.positions))
+            assert list(text.positions) == wanted
+            assert len(wanted) < len(other.positions)
+            for place in text.records:
+                assert_bitwise(text[place], rows_at(other, place, wanted), str(place))
+
+
+def test_rows_around_no_token_are_let_go_of(model: Any, whole: list[kv.Generation]) -> None:
+    """What is held does not grow with the text: the prompt's rows are of its given token, too."""
+    held = {}
+    for count in (10, 40):
+        length = {"max_new_tokens": count, "min_new_tokens": count}
+        with kv.record(model, "resid_post", positions=f"around(1, {PROMPTS[0][2]})") as seen, torch.no_grad():
+            model.generate(torch.tensor(PROMPTS[:1]), torch.ones(1, 9, dtype=torch.long), length)
+        (text,) = seen.texts()
+        near = {at + by for at, token in enumerate(text.text) if token == PROMPTS[0][2] for by in (-1, 0, 1)}
+        row = 4 * model.facts.width * model.facts.layers
+        # The newest rows are undecided.
+        assert seen.kept_bytes <= (len(near) + 2) * row
+        held[count] = len(near)
+    assert held[10] >= 3
+
+
 def test_only_the_last_rows_are_held(model: Any) -> None:
     """What leaves the window leaves memory."""
     with kv.record(model, "resid_post", positions="last(4)") as seen, torch.no_grad():
@@ -152,7 +197,7 @@ def test_what_is_saved_is_read_again(model: Any, tmp_path: Path) -> None:
         kv.Generation.load(tmp_path)
 
 
-@pytest.mark.parametrize("window", ["newest", "last(0)", "first(3)", [], [-3], 4])
+@pytest.mark.parametrize("window", ["newest", "last(0)", "first(3)", "around(3)", "around(x, 3)", [], [-3], 4])
 def test_what_is_no_window(model: Any, window: Any) -> None:
     with pytest.raises(kv.InputError, match="positions="):
         kv.generated(model, PROMPTS[0], positions=window)
