@@ -16,7 +16,7 @@ from kvinterp.findings import findings_of, lines_of
 from kvinterp.papers.behaviour import divergence as d
 from kvinterp.papers.behaviour.decoding import write
 from kvinterp.papers.studies.behaviour import Behaviour, decodes_of
-from kvinterp.paths.lanes import Memory
+from kvinterp.paths.decoders import Memory
 from support import Case
 
 KERNELS = "split_k(8,float16)"
@@ -35,7 +35,9 @@ def decoded(load: Any) -> tuple[Any, dict[int, Any], dict[str, pd.DataFrame]]:
     prompts = {number: given[number] for number in (0, 3)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvinterp.papers.studies.behaviour.paths_of", lambda kernels: NOISY)
-        parts = [decodes_of(adapter, {n: prompt}, lanes=(Memory().lane,) * 2, **SAMPLED) for n, prompt in prompts.items()]
+        parts = [
+            decodes_of(adapter, {n: prompt}, lanes=(Memory().decoder,) * 2, **SAMPLED) for n, prompt in prompts.items()
+        ]
         made = {name: pd.concat([part[name] for part in parts]).assign(model="m") for name in parts[0]}
     assert made["decodes"]["diverged"].nunique() == 2, "the case needs decodes of both kinds"
     return adapter, prompts, made

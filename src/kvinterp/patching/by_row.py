@@ -1,4 +1,4 @@
-"""Runs the patches of several lanes in one forward: each lane is one row of the batch."""
+"""Runs the patches of several runs in one forward: each run is one row of the batch."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def batches(
     steps: int,
     batch_size: int,
 ) -> Iterator[Sequence[PatchHook]]:
-    """Yields lanes in batches where a check showed that each keeps the bits it has alone
+    """Yields runs in batches where a check showed that each keeps the bits it has alone
     (docs/laws.md, law 9), else singly.
 
     Args:
         adapter: The model.
         path: The path that they patch.
-        hooks: The patches of each lane.
+        hooks: The patches of each run.
         prompt: Token ids of all of them.
         steps: Steps each will run.
-        batch_size: Most lanes in a batch.
+        batch_size: Most runs in a batch.
     """
     for start in range(0, len(hooks), batch_size):
         batch = hooks[start : start + batch_size]
@@ -51,10 +51,10 @@ def batches(
 
 
 class PatchesByRow(PathHook):
-    """The patches of several lanes, one row of the batch a lane.
+    """The patches of several runs, one row of the batch a run.
 
     Args:
-        hooks: The patches of each lane, in the order of the rows.
+        hooks: The patches of each run, in the order of the rows.
     """
 
     def __init__(self, hooks: Sequence[PatchHook]) -> None:
@@ -66,7 +66,7 @@ class PatchesByRow(PathHook):
         }
 
     def begin_step(self, step: int) -> None:
-        """Begins the step in every lane."""
+        """Begins the step in every run."""
         for hook in self.hooks:
             hook.begin_step(step)
 
@@ -76,14 +76,14 @@ class PatchesByRow(PathHook):
             hook.at(step, end)
 
     def only_output(self, layer: int) -> Listener | None:
-        """The listener of a block's output, if no lane patches anything else in the block; else
+        """The listener of a block's output, if no run patches anything else in the block; else
         None.
         """
         changes = [hook.only_output(layer) for hook in self.hooks]
         return None if None in changes else functools.partial(by_row, changes)
 
     def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Replaces the keys and values of each lane's row by its donor's."""
+        """Replaces the keys and values of each run's row by its donor's."""
         rows = zip(self.hooks, keys.split(1), values.split(1), strict=True)
         changes = [hook.on_read(place, *row) for hook, *row in rows]
         if not any(changes):
@@ -117,7 +117,7 @@ def _replaced(tensor: Tensor, rows: Iterable[Tensor | None]) -> Tensor:
 
 
 class OneRow:
-    """A lane of the cached path that is one row of a run; all rows are fed the same token.
+    """A run of the cached path that is one row of a run; all rows are fed the same token.
 
     Args:
         runner: The run.

@@ -1,6 +1,6 @@
 """Splits the difference between the paths into parts of one cause each, every part beside its null.
 
-At every matched step lanes lead from the recompute path to the cached one, each of which changes
+At every matched step runs lead from the recompute path to the cached one, each of which changes
 one thing (see the table in :mod:`kvinterp.patching.splitting`). The parts between them:
 
 - **newest_row**: the newest row, computed alone;
@@ -169,7 +169,7 @@ def decompose(
         suffix: Tokens put after the prefix in the nulls.
         only: The numbers of the prompts to split, in a resumed or sharded run.
         cached: The cached path. Its policy on K and V, its cache's dtype and its chunks are the
-            part ``cache_format``: the other lanes compute one row without them.
+            part ``cache_format``: the other runs compute one row without them.
         recompute: The recompute path.
         plant: A difference to plant in the cached path first, to check that the split names its
             part.
@@ -191,11 +191,11 @@ def decompose(
     with located(f"model {adapter.facts.name}"), own_threads(adapter):
         examples = range(len(tokens)) if only is None else among("only", only, range(len(tokens)))
         for example in each(examples, "decomposing", "prompt", progress):
-            for step, lanes in Split(
+            for step, outputs in Split(
                 adapter, paths, tokens[example], max_new_tokens, suffix, plant
             ).steps():
                 place = {"example": example, "step": step}
-                row, by_layer = step_rows(lanes, f"example {example}, step {step}")
+                row, by_layer = step_rows(outputs, f"example {example}, step {step}")
                 steps.append(place | row)
                 layers += [place | row for row in by_layer]
     sides = {"cached": str(paths[0]), "recompute": str(paths[1])}
@@ -218,7 +218,7 @@ def check_splittable(adapter: Adapter, suffix: int, plant: Plant | None = None) 
         chosen_layers(adapter, plant.layer)
 
 
-def step_rows(lanes: dict[str, Outputs], where: str) -> tuple[Row, list[Row]]:
+def step_rows(outputs: dict[str, Outputs], where: str) -> tuple[Row, list[Row]]:
     """The differences of a step, and of each layer at the step.
 
     A step has KL in nats and L2 of the logits, the part that makes most of it, and its share. A
@@ -227,7 +227,7 @@ def step_rows(lanes: dict[str, Outputs], where: str) -> tuple[Row, list[Row]]:
     Raises:
         NonFiniteError: A difference is not finite.
     """
-    pairs = {name: (lanes[a].logits, lanes[b].logits) for name, (a, b) in DIFFERENCES.items()}
+    pairs = {name: (outputs[a].logits, outputs[b].logits) for name, (a, b) in DIFFERENCES.items()}
     distances = {name: metrics.kl_divergence(a, b) for name, (a, b) in pairs.items()}
     distances |= {f"{name}_l2": (a.double() - b.double()).norm() for name, (a, b) in pairs.items()}
     for prefix in ("", "null_"):
@@ -236,7 +236,7 @@ def step_rows(lanes: dict[str, Outputs], where: str) -> tuple[Row, list[Row]]:
             for a, b in (pairs[f"{prefix}newest_row"], pairs[f"{prefix}decoded_kv"])
         )
         distances[f"{prefix}cache_l2"] = (newest + decoded).norm()
-    streams = {name: lane.stream.double() for name, lane in lanes.items()}
+    streams = {name: output.stream.double() for name, output in outputs.items()}
     norms = streams["recompute"].norm(dim=-1)
     of_layers = [(streams[a] - streams[b]).norm(dim=-1) / norms for a, b in DIFFERENCES.values()]
     # Read at once, because each read waits for the device.

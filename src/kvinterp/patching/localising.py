@@ -3,11 +3,11 @@
 At that step the cache holds the prompt's keys and values, written by the same prefill on both
 paths, and only the newest row is computed alone. The recompute path computes the prompt's rows
 again, among one row more. So the difference is that of :func:`kvinterp.decompose` at step 1. Here
-its parts are followed into the layers, again lane by lane, so that each pair of lanes differs in
+its parts are followed into the layers, again run by run, so that each pair of runs differs in
 one cause:
 
 - **newest_row**: the residual stream of the recompute path is put back after layer 0, 1, ...: two
-  neighbouring lanes differ in the **one-row computation** of one layer, and the last two in the
+  neighbouring runs differ in the **one-row computation** of one layer, and the last two in the
   **unembedding**;
 - **prefix_kv**: the prompt's K and V that the recompute path has now, layer by layer, instead of
   those it wrote at step 0;
@@ -210,10 +210,10 @@ def localise(
 
 
 def _cause(split: Split, suffix: int) -> Cause:
-    (_, first), (_, lanes) = split.steps()
-    row, _ = step_rows(lanes, "step 1")
+    (_, first), (_, outputs) = split.steps()
+    row, _ = step_rows(outputs, "step 1")
     most, lengths = row["most"], {part: row[f"{part}_l2"] for part in PARTS}
-    table = _table(split, first["cached"].logits.argmax()[None], lanes, lengths)
+    table = _table(split, first["cached"].logits.argmax()[None], outputs, lengths)
     if most not in PLACES_OF:
         return Cause(most, most, -1, row["share"], table, row, suffix)
     sums = table[table["place"].isin(PLACES_OF[most])].groupby("place")["share"].sum()
@@ -257,21 +257,21 @@ def _table(
         tensors: Collection[tuple[str, int]] | None = None,
         *patches: Patch,
     ) -> Outputs:
-        """Step 1 of a lane with the prompt's K and V replaced and the recompute path's stream put
+        """Step 1 of a run with the prompt's K and V replaced and the recompute path's stream put
         back by patches.
         """
         stream = PatchHook(
             model, patches, lambda _, layer: (end - 1, streams[layer][None, None]), end - 1
         )
         rows = Rows(cache, 0, tensors)
-        lane = StreamRunner(split, path, [rows, stream])
-        with lane:
-            lane.advance()
+        runner = StreamRunner(split, path, [rows, stream])
+        with runner:
+            runner.advance()
             rows.stop = end - 1
-            return lane.outputs(token)
+            return runner.outputs(token)
 
     stored = [*itertools.product(layers, K_V)]
-    # For each part its first lane, its last one, and the lane between in which all places up to one
+    # For each part its first run, its last one, and the run between in which all places up to one
     # are as in the last.
     chains: dict[str, tuple[str, str, Callable[[int], Outputs]]] = {
         "newest_row": (
@@ -302,9 +302,9 @@ def _table(
                 for of in (stored if part == "cache_format" else [(layer, "") for layer in layers])
             ]
             places += [] if part == "prefix_kv" else [(PLACES_OF[part][-1], -1, "")]
-            lanes = [outputs[first], *map(between, range(len(places) - 1)), outputs[last]]
+            chain = [outputs[first], *map(between, range(len(places) - 1)), outputs[last]]
             logits, share = (
-                [lane.logits.double() for lane in lanes],
+                [each.logits.double() for each in chain],
                 lengths[part] / sum(lengths.values()),
             )
             distances = torch.stack(

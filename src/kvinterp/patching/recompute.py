@@ -3,7 +3,7 @@ runs resume in the middle.
 
 Both shortcuts give the bits of the full computation, and a test checks this: computing a prefix
 twice gives the same result, and the blocks before the first patched one return what they return
-without the patch. Lanes that resume at the same block can share a batch where a check showed that
+without the patch. Runs that resume at the same block can share a batch where a check showed that
 this keeps the bits (docs/laws.md, law 9).
 """
 
@@ -44,7 +44,7 @@ class PureRecompute:
     Attributes:
         blocks_run: How many blocks ran so far, the measure of work.
         forwards: How many forwards began so far, resumed ones included.
-        fed: The tokens that lanes are fed next, as numbers: whoever advances them reads all from
+        fed: The tokens that runs are fed next, as numbers: whoever advances them reads all from
             the device at once.
     """
 
@@ -65,14 +65,14 @@ class PureRecompute:
     def batch(
         self, hooks: Sequence[PatchHook], prompt: Sequence[int], steps: int, batch_size: int
     ) -> None:
-        """Lets lanes that resume at the same block share a batch where a check showed that each
+        """Lets runs that resume at the same block share a batch where a check showed that each
         keeps the bits it has alone.
 
         Args:
-            hooks: The patches of each lane.
+            hooks: The patches of each run.
             prompt: Token ids of all of them.
             steps: How many steps each runs.
-            batch_size: Most lanes in a batch.
+            batch_size: Most runs in a batch.
         """
         if self._kernels.listeners:
             return
@@ -80,8 +80,10 @@ class PureRecompute:
         for hook in hooks:
             first = hook.first_layer
             groups.setdefault((first, hook.only_output(first) is None), []).append(hook)
-        for lanes in groups.values():
-            for batch in batches(self.adapter, self.path, lanes, prompt, steps, batch_size):
+        for hooks_together in groups.values():
+            for batch in batches(
+                self.adapter, self.path, hooks_together, prompt, steps, batch_size
+            ):
                 if len(batch) > 1:
                     self._batches |= dict.fromkeys(batch, PatchesByRow(batch))
 
@@ -122,16 +124,16 @@ class PureRecompute:
         key = tuple(tokens)
         batch = self._batches.get(hook)
         if batch is not None and key != self._captured:
-            # The lane has another text than the others now. A batch of the rest was not checked.
-            for lane in batch.hooks:
-                del self._batches[lane]
+            # This run has another text than the others now. A batch of the rest was not checked.
+            for other in batch.hooks:
+                del self._batches[other]
             batch = None
         if batch is None:
             return self._patched(key, step, hook)[0]
         if (hook, key) not in self._batch_logits:
             rows = self._patched(key, step, batch, len(batch.hooks))
             self._batch_logits |= {
-                (lane, key): row for lane, row in zip(batch.hooks, rows, strict=True)
+                (each, key): row for each, row in zip(batch.hooks, rows, strict=True)
             }
         return self._batch_logits.pop((hook, key))
 
@@ -193,7 +195,7 @@ class PureRecompute:
 
 @functools.lru_cache(maxsize=1)
 def _written(tokens: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
-    """Tokens on a device; lanes on the same tokens share them, because each write makes the host
+    """Tokens on a device; runs on the same tokens share them, because each write makes the host
     wait.
     """
     return torch.tensor([tokens] * rows, device=device)

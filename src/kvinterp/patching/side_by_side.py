@@ -1,4 +1,4 @@
-"""Runs the donor path, the base path and one lane a patch side by side, and measures every step."""
+"""Runs the donor path, the base path and each patch side by side, and measures every step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvinterp.patching.hook import PatchHook, read_changes
 from kvinterp.patching.patch import Patch, stored_sites
 from kvinterp.patching.recompute import PureRecompute
 from kvinterp.paths import ExecutionPath, Runner, path_named
-from kvinterp.paths.decode import Lane, lockstep
+from kvinterp.paths.decode import Decoder, lockstep
 from kvinterp.paths.vocabulary import end_tokens
 from kvinterp.recording import PathHook, SiteHook
 
@@ -97,7 +97,7 @@ class Donor(SiteHook):
             self._gathered.setdefault((site, layer), []).append(copy)
 
 
-class PureLane:
+class RecomputeDecoder:
     """A recompute path with patches. It is a pure function of its tokens, so steps without a patch
     are looked up.
 
@@ -105,7 +105,7 @@ class PureLane:
         pure: The path.
         prompt: Token ids.
         hook: The patches, or None for the path as it is.
-        captured: The steps at which every block's output is kept for the lanes on the same tokens.
+        captured: The steps at which every block's output is kept for the runs on the same tokens.
         observer: A hook of the forwards of those steps.
     """
 
@@ -137,27 +137,27 @@ class PureLane:
 
 
 class Until:
-    """A lane that runs until a last step and repeats the logits of that step afterwards.
+    """A decoder that runs until a last step and repeats the logits of that step afterwards.
 
     Args:
-        lane: The lane.
+        decoder: The decoder.
         last: The last step that runs.
     """
 
-    def __init__(self, lane: Lane, last: int) -> None:
-        self.lane, self.left = lane, last + 1
+    def __init__(self, decoder: Decoder, last: int) -> None:
+        self.decoder, self.left = decoder, last + 1
         self._logits = torch.empty(0)
 
     def advance(self, tokens: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "batch vocab"]:
         """Logits of the next step, or of the last step that ran."""
         if self.left > 0:
-            self._logits = self.lane.advance(tokens)
+            self._logits = self.decoder.advance(tokens)
             self.left -= 1
         return self._logits
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedLane:
+class PlannedPatch:
     """The patch of one row of a sweep's table.
 
     Attributes:
@@ -217,10 +217,10 @@ class Advanced(NamedTuple):
     """The measurements of one example.
 
     Attributes:
-        distances: D(donor, base) and then D(donor, lane) for every lane, at every step that ran, by
+        distances: D(donor, base) and then D(donor, patched) for every patched run, at every step that ran, by
             every distance of the setting.
-        unchanged: For every lane whether each value that it wrote was there already.
-        logits: The logits of donor, base and every lane, with ``logits="keep"``.
+        unchanged: For every patched run whether each value that it wrote was there already.
+        logits: The logits of donor, base and every patched run, with ``logits="keep"``.
         work: Forwards of the recompute path that ran, resumed ones included, and blocks that ran in
             them.
     """
@@ -232,14 +232,14 @@ class Advanced(NamedTuple):
 
 
 def advance_beside(
-    setting: Setting, lanes: Sequence[PlannedLane], prompt: Sequence[int], other: Sequence[int]
+    setting: Setting, planned: Sequence[PlannedPatch], prompt: Sequence[int], other: Sequence[int]
 ) -> Advanced:
     """Runs one example: the donor path, the unpatched base path, the donor path of another prompt,
-    and the patched lanes.
+    and the patched ones.
 
     Args:
         setting: The settings of the sweep.
-        lanes: The patches.
+        planned: The patches.
         prompt: Token ids.
         other: Token ids of another prompt, for the control whose donor it is.
     """
@@ -254,8 +254,8 @@ def advance_beside(
     )
     pure, distances, logits = PureRecompute(adapter, setting.recompute), [], []
     matched = setting.protocol == "matched"
-    # Lanes with the same patch and the same donor are one run.
-    runs = [(lane.patch, lane.source) for lane in lanes]
+    # Plans with the same patch and the same donor are one run.
+    runs = [(plan.patch, plan.source) for plan in planned]
     places: dict[str, list[Site]] = {"": [], "self": [], "other-prompt": []}
     for patch, source in dict.fromkeys(runs):
         layers = chosen_layers(adapter, patch.layers)
@@ -284,12 +284,12 @@ def advance_beside(
             row = torch.tensor([list(tokens)] * rows, device=adapter.device)
             return stack.enter_context(Runner(adapter, path, row, room, [hook]))
 
-        def patched_lanes(patch_hooks: Sequence[PatchHook]) -> Iterator[Lane]:
+        def patched_decoders(patch_hooks: Sequence[PatchHook]) -> Iterator[Decoder]:
             if not cached:
                 pure.batch(patch_hooks, prompt, room, setting.batch_size)
-                yield from (PureLane(pure, prompt, hook) for hook in patch_hooks)
+                yield from (RecomputeDecoder(pure, prompt, hook) for hook in patch_hooks)
                 return
-            # Lanes fed their own tokens cannot share a batch: their caches would differ in length
+            # Runs that are fed their own tokens cannot share a batch: their caches would differ in length
             # and text.
             for batch in batches(
                 adapter,
@@ -306,21 +306,23 @@ def advance_beside(
                     rows = [torch.empty(0)] * len(batch)
                     yield from (OneRow(shared, number, rows) for number in range(len(batch)))
 
-        # Blocks' outputs are kept at these steps, so that lanes on the same tokens can begin at
+        # Blocks' outputs are kept at these steps, so that runs on the same tokens can begin at
         # their first patched block.
-        captured = [step for step in range(room) if any(lane.patch.active(step) for lane in lanes)]
-        running: list[Lane] = [runner(setting.donor, prompt, donors[""])]
+        captured = [
+            step for step in range(room) if any(plan.patch.active(step) for plan in planned)
+        ]
+        running: list[Decoder] = [runner(setting.donor, prompt, donors[""])]
         running.append(
             runner(setting.base, prompt, donors["self"])
             if cached
-            else PureLane(pure, prompt, None, captured, donors["self"])
+            else RecomputeDecoder(pure, prompt, None, captured, donors["self"])
         )
         if places["other-prompt"]:
-            other_lane = runner(setting.donor, other, donors["other-prompt"])
-            running.append(Until(other_lane, max(captured, default=0)))
+            other_decoder = runner(setting.donor, other, donors["other-prompt"])
+            running.append(Until(other_decoder, max(captured, default=0)))
         on_other_prompt = range(2, len(running))
         columns = dict(zip(hooks, itertools.count(len(running))))
-        running += patched_lanes([*hooks.values()])
+        running += patched_decoders([*hooks.values()])
         lead = int(cached)
         follows = [
             lead if matched and number not in on_other_prompt else number
@@ -363,7 +365,7 @@ def other_prompt(prompts: Sequence[Sequence[int]], example: int, vocabulary: int
 def _distances(
     distances: Mapping[str, Distance], donor: Tensor, rows: Sequence[Tensor]
 ) -> Float64[Tensor, "distance path"]:
-    # Lanes on equal tokens share one tensor, which is measured once.
+    # Runs on equal tokens share one tensor, which is measured once.
     different = {row.data_ptr(): row.to(donor.device) for row in rows}
     stacked = torch.stack(list(different.values()))
     values = torch.stack(

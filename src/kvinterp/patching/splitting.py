@@ -1,13 +1,13 @@
-"""Runs one prompt along both paths and along lanes between them, so that every difference has one
+"""Runs one prompt along both paths and along runs between them, so that every difference has one
 cause.
 
 A cache changes how many rows are computed together: a decoded row is computed alone, a recomputed
 row among its whole prefix. The recompute path is no fixed reference either: at every step it
-computes the old rows again, among another number of rows. So the lanes lead from one path to the
+computes the old rows again, among another number of rows. So the runs lead from one path to the
 other and change one thing at a time, on the same tokens:
 
 ==============  =============================  ====================================================  ================
-lane            K and V of the prompt's rows   K and V of the decoded rows                           the newest row
+run             K and V of the prompt's rows   K and V of the decoded rows                           the newest row
 ==============  =============================  ====================================================  ================
 ``recompute``   of the recompute path, now     of the recompute path, now                            among the prefix
 ``one_row``     of the recompute path, now     of the recompute path, now                            alone
@@ -17,7 +17,7 @@ lane            K and V of the prompt's rows   K and V of the decoded rows      
 ``cached``      as the cached path keeps them  as the cached path keeps them                         alone
 ==============  =============================  ====================================================  ================
 
-The differences from lane to lane are the **parts** (``newest_row``, ``prompt``, ``decoded_again``,
+The differences from run to run are the **parts** (``newest_row``, ``prompt``, ``decoded_again``,
 ``decoded_kv``, ``cache_format``): as vectors they add up to the whole. ``newest_row`` and
 ``decoded_kv`` are the contribution of a cache as such; ``prompt`` and ``decoded_again``, together
 ``prefix_kv``, are the recompute path's difference from itself, without a cache. Each part has a
@@ -65,7 +65,7 @@ DIFFERENCES = {
     "null_prefix_kv": ("longer_rows", "one_row"),
     "null_decoded_kv": ("longer_among", "among"),
 }
-"""The two lanes of each difference. ``decoded`` is decoded_again and decoded_kv together, ``state``
+"""The two runs of each difference. ``decoded`` is decoded_again and decoded_kv together, ``state``
 all but newest_row. In each ``null_`` the recompute path computes the same rows among more rows;
 ``null`` is that for the whole path."""
 
@@ -94,7 +94,7 @@ def leading_part(lengths: Mapping[str, float], total: float) -> tuple[str, float
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """The outputs of a lane at one step.
+    """The outputs of a run at one step.
 
     Attributes:
         logits: Logits of the newest row.
@@ -197,7 +197,7 @@ class StreamRunner(Runner):
 
 
 class Split:
-    """The lanes of one prompt.
+    """The runs of one prompt.
 
     Args:
         adapter: The model.
@@ -254,7 +254,7 @@ class Split:
         self.now: KeysValues = ()
 
     def steps(self) -> Iterator[tuple[int, dict[str, Outputs]]]:
-        """Yields each step with the outputs of every lane of DIFFERENCES."""
+        """Yields each step with the outputs of every run of DIFFERENCES."""
         names = (
             "as_written",
             "one_row",
@@ -268,13 +268,18 @@ class Split:
         replaced, prompt = {name: Rows() for name in names}, len(self.prompt)
         with contextlib.ExitStack() as stack:
 
-            def lane(path: ExecutionPath, *hooks: PathHook, keeps: bool = False) -> StreamRunner:
+            def stream_runner(
+                path: ExecutionPath, *hooks: PathHook, keeps: bool = False
+            ) -> StreamRunner:
                 runner = StreamRunner(self, path, hooks, keeps)
                 stack.enter_context(runner)
                 return runner
 
-            cached, recompute = lane(self.cached), lane(self.recompute, keeps=True)
-            one_row = {name: lane(self.one_row, rows) for name, rows in replaced.items()}
+            cached, recompute = (
+                stream_runner(self.cached),
+                stream_runner(self.recompute, keeps=True),
+            )
+            one_row = {name: stream_runner(self.one_row, rows) for name, rows in replaced.items()}
             fed = [torch.tensor(self.prompt, device=self.adapter.device)]
             among = longer_among = self.now
             for step in lockstep([cached, recompute], self.room, ends=self.ends):

@@ -43,7 +43,7 @@ from kvinterp.patching.patch import (
 )
 from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import (
-    PlannedLane,
+    PlannedPatch,
     Setting,
     advance_beside,
     other_prompt,
@@ -143,8 +143,8 @@ def sweep(
             share their runs.
         direction: ``"into-recompute"`` or ``"into-cached"``.
         steps: ``"every"`` decode step, the ``"first"`` (step 1), or a tuple of steps.
-        protocol: ``"matched"`` (all lanes are fed the cached path's tokens; D over the patched
-            steps) or ``"free"`` (each lane is fed its own tokens; D over all steps).
+        protocol: ``"matched"`` (all runs are fed the cached path's tokens; D over the patched
+            steps) or ``"free"`` (each run is fed its own tokens; D over all steps).
         positions: ``"newest"`` (default; ``"all"`` for the cache), ``"all"``, ``"earlier"`` or
             ``(start, stop)``.
         layers: Layers to sweep (default: all).
@@ -168,7 +168,7 @@ def sweep(
         controls: ``"quick"``: the path itself, another prompt, the floor, all positions, all layers
             together; ``"all"``: also planted causes, each localised with the model in float64, once
             a model; or ``"none"``.
-        logits: ``"keep"`` keeps the full-vocabulary logits of every lane and step; ``"discard"``
+        logits: ``"keep"`` keeps the full-vocabulary logits of every run and step; ``"discard"``
             does not.
         stop: ``"end of sequence"`` (of the unpatched cached path, or at the length) or
             ``"length"``.
@@ -205,7 +205,7 @@ def sweep(
         ("all" if site in PATCHED_CACHE else "newest") if positions is None else positions
     )
     shortest, longest = (function(map(len, tokens)) + max_new_tokens - 1 for function in (min, max))
-    lanes = _planned_lanes(adapter, site, over, direction, spot, steps, layers, block, longest)
+    planned = _planned_patches(adapter, site, over, direction, spot, steps, layers, block, longest)
     if batch_size > 1 and direction == "into-cached" and protocol == "free":
         log.info(
             "batch_size=%d is not used: fed each its own tokens, patched cached paths go one by one",
@@ -220,7 +220,7 @@ def sweep(
     setting = Setting(
         adapter, *paths, direction, protocol, measures, max_new_tokens, logits, stop, batch_size
     )
-    _check_reach(setting, lanes[0], shortest)
+    _check_reach(setting, planned[0], shortest)
     swept = list(range(len(tokens)))
     if examples is not None:
         swept = _examples_of_highest_kl(setting, tokens, examples, progress)
@@ -228,12 +228,12 @@ def sweep(
         swept = among("only", only, swept)
     tables = Tables(setting, str(steps))
     if controls != "none":
-        lanes += _control_lanes(adapter, lanes, spot, steps)
+        planned += _control_patches(adapter, planned, spot, steps)
     with located(f"model {adapter.facts.name}, {direction}"), own_threads(adapter):
         for example in each(swept, "patching", "prompt", progress):
             other = other_prompt(tokens, example, adapter.facts.vocabulary)
             try:
-                advanced = advance_beside(setting, lanes, tokens[example], other)
+                advanced = advance_beside(setting, planned, tokens[example], other)
             except (RuntimeError, MemoryError) as error:
                 if setting.batch_size == 1 or not out_of_memory(error):
                     raise
@@ -242,9 +242,9 @@ def sweep(
                     setting.batch_size,
                 )
                 setting = dataclasses.replace(setting, batch_size=1)
-                advanced = advance_beside(setting, lanes, tokens[example], other)
+                advanced = advance_beside(setting, planned, tokens[example], other)
             check_finite(advanced.distances, f"example {example}")
-            tables.add(example, len(tokens[example]), lanes, advanced)
+            tables.add(example, len(tokens[example]), planned, advanced)
         if controls == "all" and adapter.attention_only:
             tables.controls += _planted_controls(adapter, tokens[swept[0]], swept[0])
         about = provenance(adapter, max_new_tokens=max_new_tokens)
@@ -321,9 +321,9 @@ def _examples_of_highest_kl(
     return sorted(range(len(tokens)), key=lambda example: -means[example])[:count]
 
 
-def _check_reach(setting: Setting, lane: PlannedLane, shortest: int) -> None:
+def _check_reach(setting: Setting, plan: PlannedPatch, shortest: int) -> None:
     """Raises InputError if the sweep would patch nothing in some prompt."""
-    patch, cached, max_new_tokens = lane.patch, setting.cached, setting.max_new_tokens
+    patch, cached, max_new_tokens = plan.patch, setting.cached, setting.max_new_tokens
     prompt_length = shortest - max_new_tokens + 1
     if not any(patch.active(step) for step in range(max_new_tokens)):
         raise InputError(
@@ -339,14 +339,14 @@ def _check_reach(setting: Setting, lane: PlannedLane, shortest: int) -> None:
             f"position {patch.starts_at} does not exist: the shortest prompt has {prompt_length} tokens "
             f"and with max_new_tokens={max_new_tokens} never holds more than {shortest} positions."
         )
-    if lane.labels["sweep"] != "blocks" and not setting.reaches(patch, prompt_length):
+    if plan.labels["sweep"] != "blocks" and not setting.reaches(patch, prompt_length):
         raise InputError(
             f"positions={patch.positions!r} of {patch.site!r} patches nothing: a decode step of the cached path computes the "
             "newest position only; sweep into the recompute path, kv, or the newest position."
         )
 
 
-def _planned_lanes(
+def _planned_patches(
     adapter: Adapter,
     site: str,
     over: str,
@@ -356,7 +356,7 @@ def _planned_lanes(
     layers: Iterable[int] | int | None,
     block: int,
     length: int,
-) -> list[PlannedLane]:
+) -> list[PlannedPatch]:
     check_patch_site(site)
     facts, swept = adapter.facts, layers_with(adapter, site, chosen_layers(adapter, layers))
     shadowed = direction == "into-recompute" and site in STREAM and positions in ("newest", "all")
@@ -368,9 +368,9 @@ def _planned_lanes(
         # sweep().
         effective = layers_with(adapter, site, where)[-1 if shadowed and spot == positions else 0 :]
         patch = Patch(site, tuple(effective), None if head is None else (head,), spot, steps)
-        lanes.append(PlannedLane({"sweep": name, **_labels(patch, layer)}, patch))
+        planned.append(PlannedPatch({"sweep": name, **_labels(patch, layer)}, patch))
 
-    lanes: list[PlannedLane] = []
+    planned: list[PlannedPatch] = []
     layers_of = {
         "single": lambda layer: [layer],
         "cumulative": lambda layer: range(layer + 1),
@@ -397,17 +397,17 @@ def _planned_lanes(
             ):
                 add([layer], layer, head)
     # Raises InputError if a patch does not fit the model.
-    PatchHook(adapter, [lane.patch for lane in lanes])
-    return lanes
+    PatchHook(adapter, [plan.patch for plan in planned])
+    return planned
 
 
-def _control_lanes(
+def _control_patches(
     adapter: Adapter,
-    lanes: Sequence[PlannedLane],
+    planned: Sequence[PlannedPatch],
     positions: Positions,
     steps: str | tuple[int, ...],
-) -> list[PlannedLane]:
-    middle, swept = adapter.facts.layers // 2, [lane.patch for lane in lanes]
+) -> list[PlannedPatch]:
+    middle, swept = adapter.facts.layers // 2, [plan.patch for plan in planned]
     places = {
         "self": (middle, "newest"),
         "other-prompt": (middle, "newest"),
@@ -415,13 +415,13 @@ def _control_lanes(
         "all-positions": (middle, "all"),
     }
     controls = [
-        PlannedLane(_labels(patch, layer), patch, name)
+        PlannedPatch(_labels(patch, layer), patch, name)
         for name, (layer, spot) in places.items()
         for patch in [Patch("resid_post", (layer,), None, spot, steps)]
     ]
     layers = sorted({at for patch in swept for at in patch.layers or ()})
     together = Patch(swept[0].site, tuple(layers), None, positions, steps)
-    return [*controls, PlannedLane(_labels(together, -1), together, "together")]
+    return [*controls, PlannedPatch(_labels(together, -1), together, "together")]
 
 
 def _labels(patch: Patch, layer: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from kvinterp import metrics
 from kvinterp.common.numbers import counted, models_of
 from kvinterp.common.result import Contents, Result, Row, signed
 from kvinterp.patching.findings import charts_of_sweep, headline_of_sweep, rows_of_sweep
-from kvinterp.patching.side_by_side import Advanced, PlannedLane, Setting
+from kvinterp.patching.side_by_side import Advanced, PlannedPatch, Setting
 
 LABELS = ["sweep", "site", "layer", "head", "positions"]
 """The columns that name a row's patch."""
@@ -198,7 +198,7 @@ class Tables:
         self.work = Counter(forwards=0, blocks=0)
 
     def add(
-        self, example: int, prompt_length: int, lanes: Sequence[PlannedLane], advanced: Advanced
+        self, example: int, prompt_length: int, planned: Sequence[PlannedPatch], advanced: Advanced
     ) -> None:
         """Adds the distances of one example, before and after each patch."""
         self.work.update(advanced.work)
@@ -208,18 +208,20 @@ class Tables:
             advanced.distances,
         )
         steps, before, logit_columns = range(distances.shape[1]), distances[:, :, 0], [0, 1]
-        for column, (lane, unchanged) in enumerate(zip(lanes, advanced.unchanged, strict=True), 2):
+        for column, (plan, unchanged) in enumerate(
+            zip(planned, advanced.unchanged, strict=True), 2
+        ):
             # A block after the newest position of the last step, or one that no step computes,
             # never existed.
-            if lane.patch.starts_at >= prompt_length + len(steps) - 1 or not self.setting.reaches(
-                lane.patch, prompt_length
+            if plan.patch.starts_at >= prompt_length + len(steps) - 1 or not self.setting.reaches(
+                plan.patch, prompt_length
             ):
                 continue
             after = distances[:, :, column - 1]
             counted = [
                 step
                 for step in steps
-                if (step >= 1 if protocol == "free" else lane.patch.active(step))
+                if (step >= 1 if protocol == "free" else plan.patch.active(step))
             ]
             # If the sequence ended before any step that counts, there is nothing to recover.
             means = [
@@ -228,7 +230,7 @@ class Tables:
             ]
             l2 = float(means[0][names.index("l2")])
             row = {
-                **lane.labels,
+                **plan.labels,
                 "step_set": self.step_set,
                 "direction": self.setting.direction,
                 "protocol": protocol,
@@ -241,14 +243,14 @@ class Tables:
                 "steps": len(counted),
                 "first_step": counted[0] if counted else -1,
             }
-            if lane.control:
-                self.controls.append({**row, "control": lane.control})
+            if plan.control:
+                self.controls.append({**row, "control": plan.control})
                 continue
             logit_columns.append(column)
             self.recovery.append(row)
             self.steps += [
                 {
-                    **lane.labels,
+                    **plan.labels,
                     "example": example,
                     "step": step,
                     **_columns(names, before[:, step], after[:, step]),

@@ -19,7 +19,7 @@ Choose = Callable[[Tensor, int], Tensor]
 
 
 @runtime_checkable
-class Lane(Protocol):
+class Decoder(Protocol):
     """Whatever can be advanced step by step, such as a :class:`kvinterp.paths.Runner`."""
 
     def advance(self, tokens: Int[Tensor, " batch"] | None = None) -> Float[Tensor, "batch vocab"]:
@@ -27,14 +27,14 @@ class Lane(Protocol):
 
 
 class Step(NamedTuple):
-    """What the lanes show at one step.
+    """What the decoders show at one step.
 
     Attributes:
         number: The step; 0 is the prefill.
-        logits: Of each lane.
-        chosen: The tokens each lane chose.
-        feeds: The tokens each lane is fed next.
-        fed: The tokens each lane was fed at this step, None at step 0.
+        logits: Of each decoder.
+        chosen: The tokens each decoder chose.
+        feeds: The tokens each decoder is fed next.
+        fed: The tokens each decoder was fed at this step, None at step 0.
         over: Which rows had ended before this step.
     """
 
@@ -52,7 +52,7 @@ def greedy(logits: Float[Tensor, "batch vocab"], step: int) -> Int[Tensor, " bat
 
 
 def lockstep(
-    lanes: Sequence[Lane],
+    decoders: Sequence[Decoder],
     steps: int,
     choose: Choose = greedy,
     *,
@@ -61,52 +61,52 @@ def lockstep(
     ends: Int[Tensor, " ends"] | None = None,
     ended_by: Sequence[int] | None = None,
 ) -> Iterator[Step]:
-    """Advances lanes beside each other, step by step; the caller measures between two steps.
+    """Advances decoders beside each other, step by step; the caller measures between two steps.
 
     Args:
-        lanes: What is advanced, in this order.
+        decoders: What is advanced, in this order.
         steps: Most steps.
-        choose: How a lane chooses its tokens.
-        follows: For each lane the lane whose choice it is fed; default: the first (the matched
+        choose: How a decoder chooses its tokens.
+        follows: For each decoder the decoder whose choice it is fed; default: the first (the matched
             protocol). Each its own is the free protocol.
-        given: For the first steps what each lane is fed instead of anything chosen.
+        given: For the first steps what each decoder is fed instead of anything chosen.
         ends: Tokens that end a text; default: none.
-        ended_by: The lanes whose feeds end it; default: those that are followed.
+        ended_by: The decoders whose feeds end it; default: those that are followed.
 
     Yields:
         Each step; the last is that at which every row has ended, or the last there is.
     """
-    follows = [0] * len(lanes) if follows is None else follows
+    follows = [0] * len(decoders) if follows is None else follows
     ended_by = sorted(set(follows)) if ended_by is None else ended_by
-    fed: Sequence[Tensor | None] = [None] * len(lanes)
+    fed: Sequence[Tensor | None] = [None] * len(decoders)
     over: Tensor | None = None
     for number in range(steps):
-        logits = [lane.advance(tokens) for lane, tokens in zip(lanes, fed, strict=True)]
+        logits = [decoder.advance(tokens) for decoder, tokens in zip(decoders, fed, strict=True)]
         chosen = [*map(choose, logits, itertools.repeat(number))]
         feeds = given[number] if number < len(given) else [*map(chosen.__getitem__, follows)]
         if over is None:
             over = torch.zeros_like(chosen[0], dtype=torch.bool)
         yield Step(number, logits, chosen, feeds, fed, over)
         if ends is not None:
-            for lane in ended_by:
-                over = over | torch.isin(feeds[lane], ends)
+            for decoder in ended_by:
+                over = over | torch.isin(feeds[decoder], ends)
             if bool(over.all()):
                 return
         fed = feeds
 
 
 def fed_to_all(
-    tokens: Sequence[int] | None, lanes: int, batch: int, device: torch.device
+    tokens: Sequence[int] | None, decoders: int, batch: int, device: torch.device
 ) -> list[list[Tensor]]:
-    """The same tokens, one a step, for every row of every lane, as :func:`lockstep` takes what is
+    """The same tokens, one a step, for every row of every decoder, as :func:`lockstep` takes what is
     given.
     """
     ids = torch.tensor([] if tokens is None else list(tokens), dtype=torch.long, device=device)
-    return [[token.expand(batch)] * lanes for token in ids]
+    return [[token.expand(batch)] * decoders for token in ids]
 
 
 class Collected:
-    """What lanes chose and were fed and whether their logits were sound, step by step; brought to
+    """What decoders chose and were fed and whether their logits were sound, step by step; brought to
     the host once.
 
     Attributes:
@@ -116,7 +116,7 @@ class Collected:
     def __init__(self) -> None:
         self.padding: Bool[Tensor, " vocab"] | None = None
         self._tokens: Tensor | None = None
-        self._lanes = 0
+        self._decoders = 0
         self._kept: tuple[list[Tensor], ...] = ([], [], [], [])
 
     def add(self, now: Step) -> None:
@@ -139,16 +139,16 @@ class Collected:
             extremes = torch.aminmax(logits, dim=-1)
             least.append(extremes.min)
             most.append(extremes.max)
-        self._lanes = len(now.logits)
+        self._decoders = len(now.logits)
 
     def tokens_only(self, logits: Float[Tensor, "batch vocab"]) -> Float[Tensor, "batch tokens"]:
         """The logits that stand for tokens."""
         return logits if self._tokens is None else logits[:, self._tokens]
 
     def lists(self) -> tuple[list[Any], ...]:
-        """Chosen tokens, fed tokens and soundness, each numbered by lane, row and step."""
+        """Chosen tokens, fed tokens and soundness, each numbered by decoder, row and step."""
         chosen, feeds, least, most = (
-            torch.stack(values).unflatten(0, (-1, self._lanes)) for values in self._kept
+            torch.stack(values).unflatten(0, (-1, self._decoders)) for values in self._kept
         )
         sound = least.isfinite() & most.isfinite()
         return tuple(tensor.movedim(0, -1).tolist() for tensor in (chosen, feeds, sound))

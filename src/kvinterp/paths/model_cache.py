@@ -338,18 +338,19 @@ def _alike(
         torch.arange(batch * (length + room), device=adapter.device) * 7 + turn * 31 + 3
     ) % adapter.facts.vocabulary
     tokens, numbers = ids.reshape(batch, -1), 0
-    lanes = [
-        _Lane(adapter, path, stores, batch, length, room) for stores in (own_store, growing_store)
+    checked = [
+        _CheckedStore(adapter, path, stores, batch, length, room)
+        for stores in (own_store, growing_store)
     ]
     for piece in (*in_chunks(tokens[:, :length], path.chunk), *tokens[:, length:].split(1, 1)):
-        own, growing = (lane.feed(piece) for lane in lanes)
+        own, growing = (each.feed(piece) for each in checked)
         if not all(torch.equal(a, b) for a, b in zip(own, growing, strict=True)):
             return 0
         numbers += sum(tensor.numel() for tensor in own)
     return numbers
 
 
-class _Lane:
+class _CheckedStore:
     """One model on one store, and all that it shows in each forward."""
 
     def __init__(

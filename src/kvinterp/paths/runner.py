@@ -169,7 +169,7 @@ class _Run:
             cache=runner.cache,
         )
         logits = torch.stack(logits_by_step, 1) if logits_by_step else [None] * len(prompts)
-        rows = zip(*(of_lane[0] for of_lane in collected.lists()), logits, strict=True)
+        rows = zip(*(of_decoder[0] for of_decoder in collected.lists()), logits, strict=True)
         stops = [] if ends is None else ends.tolist()
         return [
             self._trace(recorder, row, prompts[row], collected_row, stops, about)

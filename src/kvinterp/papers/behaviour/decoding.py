@@ -325,7 +325,7 @@ def _decoded(
 
     with Runner(adapter, path, tokens[:, :head], fed + steps) as runner:
         yield each()
-    _, feeds, sound = (of_lane[0] for of_lane in collected.lists())
+    _, feeds, sound = (of_decoder[0] for of_decoder in collected.lists())
     for row, count in enumerate(counts):
         # What the batch goes on with decides nothing about a row that is over.
         if not all(sound[row][:count]):

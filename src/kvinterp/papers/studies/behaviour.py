@@ -56,7 +56,7 @@ from kvinterp.findings import UNKNOWN
 from kvinterp.models.threads import own_threads
 from kvinterp.papers.behaviour.divergence import behaviour_tables, conditions
 from kvinterp.paths import Runner, strategy_named
-from kvinterp.paths.lanes import Memory, Suffixed
+from kvinterp.paths.decoders import Memory, Suffixed
 
 NULLS = ("same path twice", "longer suffix")
 
@@ -141,9 +141,9 @@ class Behaviour(OfModels):
         tables: dict[str, list[Tables]] = {key: [] for key in keys}
         with own_threads(adapter):
             for block in each(blocks, what, "part"):
-                lane = Memory().lane if self.batch_size == 1 else Runner
+                decoder = Memory().decoder if self.batch_size == 1 else Runner
                 options = self.choices("kernels", "max_new_tokens", "stop", "batch_size") | {
-                    "lanes": (lane, lane)
+                    "lanes": (decoder, decoder)
                 }
                 for key in keys:
                     turn, seed = map(int, key.split("-")[-2:])
@@ -351,7 +351,7 @@ def decodes_of(
         seed: Seeds what is drawn.
         kernels: Those of both paths.
         options: ``max_new_tokens``, ``stop`` and ``batch_size``, as :func:`kvinterp.compare` takes
-            them, and ``lanes``; those of one :class:`kvinterp.paths.lanes.Memory` compute once what
+            them, and ``lanes``; those of one :class:`kvinterp.paths.decoders.Memory` compute once what
             decodes of these prompts share.
 
     Returns:

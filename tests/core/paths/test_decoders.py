@@ -1,4 +1,4 @@
-"""Lanes that spare work, and the null of the recompute path: held to the lanes they stand for."""
+"""Decoders that spare work, and the null of the recompute path: held to the runners they stand for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from kvinterp.comparison import compare_examples
 from kvinterp.paths import Runner
-from kvinterp.paths.lanes import Memory, Suffixed
+from kvinterp.paths.decoders import Memory, Suffixed
 from support import PROMPT, Case
 
 PATHS = "cached[kernels={0}]", "recompute[kernels={0}]"
@@ -39,7 +39,7 @@ def test_what_is_remembered_is_what_would_be_computed(load: Any, kind: str, monk
 
     monkeypatch.setattr(Runner, "advance", counted)
     memory = Memory()
-    spared = [compared(adapter, (memory.lane, memory.lane), **each) for each in decodes]
+    spared = [compared(adapter, (memory.decoder, memory.decoder), **each) for each in decodes]
     for one, other in zip(plain, spared, strict=True):
         pd.testing.assert_frame_equal(one.steps, other.steps)
         pd.testing.assert_frame_equal(one.examples, other.examples)
@@ -47,7 +47,7 @@ def test_what_is_remembered_is_what_would_be_computed(load: Any, kind: str, monk
     assert plain[0].steps["token_a"].tolist() != plain[1].steps["token_a"].tolist()
     assert steps[0] < 2 * sum(len(each.steps) for each in plain)
     again = steps[0]
-    compared(adapter, (memory.lane, memory.lane), **decodes[1])
+    compared(adapter, (memory.decoder, memory.decoder), **decodes[1])
     assert steps[0] == again, "nothing is computed a second time"
 
 

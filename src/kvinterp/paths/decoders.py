@@ -1,4 +1,4 @@
-"""Lanes beside :class:`Runner` for decodes that are only compared by their logits.
+"""Decoders beside :class:`Runner` for decodes that are only compared by their logits.
 
 Several decodes of one prompt, under other strategies and seeds, begin with the same tokens, and
 what a path gives for tokens is
@@ -38,7 +38,7 @@ class Memory:
     def __init__(self) -> None:
         self._known: dict[tuple[str, Fed], dict[Fed, Tensor]] = {}
 
-    def lane(
+    def decoder(
         self,
         adapter: Adapter,
         path: ExecutionPath,
@@ -46,7 +46,7 @@ class Memory:
         room: int,
         hooks: Sequence[Any] = (),
     ) -> _Remembered:
-        """A lane that computes only what is not known yet; made as a :class:`Runner` is, whose bits
+        """A decoder that computes only what is not known yet; made as a :class:`Runner` is, whose bits
         it gives.
         """
         logits = self._known.setdefault((str(path), _rows(prompt)), {})
