@@ -13,6 +13,8 @@ from transformers import (
     DynamicCache,
     FalconH1Config,
     FalconH1ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -20,6 +22,9 @@ from transformers import (
     Phi3Config,
     Phi3ForCausalLM,
 )
+from transformers.cache_utils import Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import kvinterp as kv
@@ -261,6 +266,57 @@ def test_queries_that_are_rotated_too_far_are_placed(monkeypatch):
     place = placed(planted(""), program_named("rows(0)+feed(5)+feed(1)"))
     assert place is not None
     assert (place.layer, place.tensor, place.column) == (0, "Q", 5)
+
+
+@pytest.mark.parametrize(
+    "program", ["rows(0)+feed(5)+feed(1)", "rows(0+3)+feed(7)+feed(1)", "rows(0,cache=static)+feed(5)+feed(1)"]
+)
+def test_keys_that_attention_is_given_and_no_cache_gave_are_placed(monkeypatch, program):
+    """What the cache returns is right, and what is made of it is not."""
+
+    def smaller_keys(module, query, key, *more, **options):
+        decodes = query.shape[2] == 1 < key.shape[2]
+        return sdpa_attention_forward(module, query, 0.9 * key if decodes else key, *more, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", smaller_keys)
+    place = placed(planted(""), program_named(program))
+    assert place is not None
+    assert (place.layer, place.tensor) == (0, "K")
+
+
+@pytest.mark.parametrize("program", ["rows(3)+feed(7)+feed(1)", "rows(3,told=mask_alone)+feed(7)+feed(1)"])
+def test_an_attention_that_sees_the_pads_is_placed_though_keys_are_turned_otherwise(monkeypatch, program):
+    """Of a row whose mask alone is told all keys are turned by other angles, which changes nothing."""
+
+    def sees_all(module, query, key, value, mask, **options):
+        return sdpa_attention_forward(module, query, key, value, None if query.shape[2] == 1 else mask, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", sees_all)
+    place = placed(planted(""), program_named(program))
+    assert place is not None
+    assert (place.layer, place.tensor, place.module) == (0, "attention output", "model.layers.0.self_attn.o_proj")
+
+
+def test_what_the_head_makes_and_what_a_convolution_keeps_have_their_names():
+    subject = planted("")
+    own = subject.model.lm_head.forward
+    subject.model.lm_head.forward = lambda rows: own(rows) * (1.01 if rows.shape[1] == 1 else 1.0)
+    place = placed(subject, program_named("rows(0)+feed(5)+feed(1)"))
+    assert place is not None
+    assert (place.layer, place.tensor) == (3, "logits")
+    torch.manual_seed(0)
+    model = Lfm2ForCausalLM(Lfm2Config(**SMALL, layer_types=["conv", "full_attention", "conv"])).eval()
+    subject, kept = ModelSubject(kv.wrap(model)), Cache.update_conv_state
+
+    def stale(cache, state, *given, **more):
+        made = kept(cache, state, *given, **more)
+        return made if state.shape[-1] != 3 else torch.cat([0 * made[..., :-3], made[..., -3:]], -1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cache, "update_conv_state", stale)
+        place = placed(subject, program_named("rows(0)+feed(5)+feed(3)"))
+    assert place is not None
+    assert (place.layer, place.tensor) == (0, "convolution state")
 
 
 def test_a_window_is_crossed_and_keys_that_are_read_are_placed():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,14 @@ from kvinterp.models.derived import SDPA
 from kvinterp.models.hooks import Functions, first_of
 
 READ = ("K", "V")
-"""What is read at all columns so far."""
-KEEPS, STATE, RAISED = "keeps a state", "recurrent state or its update", "error"
-"""What stands for a module that keeps a recurrent state; what is wrong where all that such a module
-was given is right, and what it makes is not; what a crash has for a tensor."""
+"""What a cache gives to be read: all columns so far."""
+ATTENDED_TO = {"K attended to": "K", "V attended to": "V"}
+"""The same as torch's attention is given it, and what it is called."""
+KEEPS = {"update_conv_state": "convolution state", "update_recurrent_state": "recurrent state"}
+"""What a module keeps that calls these methods of its cache; it is named where all that such a
+module was given is right, and what it makes is not."""
+ATTENDED, LOGITS, RAISED = "attention output", "logits", "error"
+"""What attention makes of what it reads, what the head makes, and what a crash has for a tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +44,8 @@ class Place:
     Attributes:
         layer: The block; behind the last the number of blocks.
         module: The module's path.
-        tensor: ``Q``, ``K``, ``V``, ``input of`` or ``output of`` the module; :data:`STATE`, or
-            :data:`RAISED`.
+        tensor: ``Q``, ``K``, ``V``, one of :data:`KEEPS`, :data:`ATTENDED`, :data:`LOGITS`,
+            :data:`RAISED`, else ``input of`` or ``output of`` the module.
         column: The first column of the program at which it parts.
         error: How far, of the tensor's largest number.
     """
@@ -53,10 +57,10 @@ class Place:
     error: float
 
 
-Heard = dict[tuple[str, str, int], Tensor]
-"""By a module's path (empty: the model), what the tensor is and its turn, in the order of the
-forward: ``[row, column, ...]``.
-"""
+Key = tuple[str, str, int]
+"""A module's path (empty: the model), what the tensor is, and its turn."""
+Heard = dict[Key, Tensor]
+"""Tensors in the order of the forward: ``[row, column, ...]``."""
 
 
 TOKENS = "", "tokens", 0
@@ -64,15 +68,21 @@ TOKENS = "", "tokens", 0
 
 
 @contextlib.contextmanager
-def heard(model: nn.Module, seen: list[Heard]) -> Iterator[list[str]]:
-    """Appends what every module is given and returns, what the cache returns, and what attention
-    asks; one a forward.
+def heard(model: nn.Module, seen: list[Heard], keys: str = "returned") -> Iterator[list[str]]:
+    """Appends what every module is given and returns, the keys and values of the cache, and what
+    attention asks; one a forward.
 
-    Yields the modules that run, the innermost last.
+    Args:
+        model: The model.
+        seen: What is appended to.
+        keys: ``"returned"`` by the cache, or ``"given"`` to it.
+
+    Yields:
+        The modules that run, the innermost last.
     """
     from transformers.cache_utils import Cache
 
-    stack, own, own_state = list[str](), Cache.update, Cache.update_recurrent_state
+    stack, own = list[str](), {name: getattr(Cache, name) for name in ("update", *KEEPS)}
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         stack.append(name)
@@ -99,20 +109,26 @@ def heard(model: nn.Module, seen: list[Heard]) -> Iterator[list[str]]:
 
     def called(func: Any, args: Any, kwargs: Any) -> Any:
         if func is SDPA:
-            read("Q", args[0] if args else kwargs["query"])
+            for at, (what, name) in enumerate(
+                zip(("Q", *ATTENDED_TO), ("query", "key", "value"), strict=True)
+            ):
+                read(what, args[at] if at < len(args) else kwargs[name])
         return func(*args, **kwargs)
 
     def update(cache: Any, *given: Any, **more: Any) -> Any:
         # What is given is the tensor that a module made: it stands in the list as that module's.
-        made = own(cache, *given, **more)
-        for what, tensor in zip(READ, made, strict=False):
+        made = own["update"](cache, *given, **more)
+        for what, tensor in zip(READ, made if keys == "returned" else given, strict=False):
             read(what, tensor)
         return made
 
-    def update_state(cache: Any, *given: Any, **more: Any) -> Any:
-        if stack and seen:
-            seen[-1][stack[-1], KEEPS, 0] = torch.zeros(1, 1)
-        return own_state(cache, *given, **more)
+    def keeping(name: str) -> Callable[..., Any]:
+        def update_state(*given: Any, **more: Any) -> Any:
+            if stack and seen:
+                seen[-1][stack[-1], KEEPS[name], 0] = torch.zeros(1, 1)
+            return own[name](*given, **more)
+
+        return update_state
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
@@ -121,10 +137,9 @@ def heard(model: nn.Module, seen: list[Heard]) -> Iterator[list[str]]:
             )
             hooks.enter_context(module.register_forward_hook(partial(after, name)))
         hooks.enter_context(Functions(called))
-        hooks.callback(setattr, Cache, "update", own)
-        Cache.update = update  # type: ignore[method-assign, assignment]
-        hooks.callback(setattr, Cache, "update_recurrent_state", own_state)
-        Cache.update_recurrent_state = update_state  # type: ignore[method-assign, assignment]
+        for name, method in {"update": update, **{name: keeping(name) for name in KEEPS}}.items():
+            hooks.callback(setattr, Cache, name, own[name])
+            setattr(Cache, name, method)
         yield stack
 
 
@@ -187,10 +202,12 @@ def _first(
     for forward, width in zip(mine if column >= 0 else [], widths, strict=False):
         so_far, entered, ids = mask[:, : column + width].bool(), False, forward.get(TOKENS)
         for key, tensor in forward.items():
-            layer, read = _layer(blocks, key[0]), key[1] in READ
+            layer, read = _layer(blocks, key[0]), key[1] in (*READ, *ATTENDED_TO)
+            if subject.way.told == "mask_alone" and ATTENDED_TO.get(key[1], key[1]) in ("Q", "K"):
+                continue  # Counted from the first pad, they are turned by other angles.
             entered = entered or layer < len(blocks)
             for row, text in enumerate(texts[: len(tensor)] if key[0] else []):
-                want = None if key[1] == KEEPS else whole[row].get(key)
+                want = None if key[1] in KEEPS.values() else whole[row].get(key)
                 # What is read has all columns so far, or the last in a window; all else has the
                 # new ones.
                 if want is None or (
@@ -200,6 +217,8 @@ def _first(
                 kept, end = so_far[row][-tensor.shape[1] :], int(so_far[row].sum())
                 got = tensor[row][: len(kept)][kept]
                 theirs = want[0][max(end - len(got), 0) : end]
+                if key[1] in ATTENDED_TO:
+                    got, theirs = _repeated(got, theirs), _repeated(theirs, got)
                 if theirs.shape != got.shape or not len(got):
                     continue
                 errors = [apart(a, b) for a, b in zip(got, theirs, strict=True)]
@@ -215,15 +234,33 @@ def _first(
                 # Positions and masks are seen in what the first block makes of them.
                 if wrong and entered:
                     at = column + width - len(kept) + int(kept.nonzero()[wrong[0]])
-                    what = f"{key[1]} {key[0]}" if key[1].endswith("of") else key[1]
-                    # Between what such a module's own parts give and take there is the state alone.
-                    if any(
-                        of == KEEPS and key[0].startswith(f"{path}.") for path, of, _ in whole[row]
-                    ):
-                        what = STATE if key[1] == "input of" else what
+                    head = key[:2] == (_head(subject), "output of")
+                    what = LOGITS if head else _named(key, [*forward], [*whole[row]])
                     return Place(layer, key[0], what, at, max(errors))
         column += width
     return None
+
+
+def _repeated(heads: Tensor, other: Tensor) -> Tensor:
+    """Heads of keys or values, ``[column, head, ...]``, repeated to the number of another's."""
+    return heads.repeat_interleave(max(other.shape[1] // heads.shape[1], 1), 1)
+
+
+def _named(key: Key, forward: list[Key], whole: list[Key]) -> str:
+    """What a tensor that parts is called: between what a module's own parts give and take there is
+    its state alone, or what attention makes of the keys and values that it read.
+    """
+    path, what, _ = key
+    if what in ATTENDED_TO:
+        return ATTENDED_TO[what]
+    if what == "input of":
+        kept = {of for at, of, _ in whole if of in KEEPS.values() and path.startswith(f"{at}.")}
+        if kept:
+            return " or ".join(sorted(kept))
+        before = forward[: forward.index(key)]
+        if any(of in (*READ, *ATTENDED_TO) and path.startswith(f"{at}.") for at, of, _ in before):
+            return ATTENDED
+    return f"{what} {path}" if what.endswith("of") else what
 
 
 def _alone(subject: ModelSubject, text: list[int]) -> Heard:
@@ -236,18 +273,24 @@ def _alone(subject: ModelSubject, text: list[int]) -> Heard:
     ids = subject.tensor([text])
     for cached in (True, False):
         seen: list[Heard] = []
-        with subject.running(), heard(subject.adapter.source, seen):
+        # A cache may change what it is given at once; one that loses is right to.
+        keys = "returned" if subject.lossy else "given"
+        with subject.running(), heard(subject.adapter.source, seen, keys):
             subject.feed(ids, None) if cached else subject.plain(ids)
-        found |= {
-            key: tensor for key, tensor in seen[-1].items() if (key[1] in (*READ, KEEPS)) == cached
-        }
+        of_cache = {*READ, *KEEPS.values()}
+        found |= {key: tensor for key, tensor in seen[-1].items() if (key[1] in of_cache) == cached}
     return found
 
 
 def _width(forward: Heard) -> int:
     """Columns that a forward was fed: those of its first tensor."""
     return next(
-        (int(t.shape[1]) for key, t in forward.items() if key[1] not in READ and t.dim() >= 3), 0
+        (
+            int(t.shape[1])
+            for key, t in forward.items()
+            if key[1] not in (*READ, *ATTENDED_TO) and t.dim() >= 3
+        ),
+        0,
     )
 
 
@@ -255,6 +298,13 @@ def _blocks(subject: ModelSubject) -> list[str]:
     """The paths of the blocks, each with a dot at its end."""
     names = {module: path for path, module in subject.adapter.source.named_modules()}
     return [f"{names[block]}." for block in subject.adapter.blocks if block in names]
+
+
+def _head(subject: ModelSubject) -> str | None:
+    """The path of the head; None where the model does not say."""
+    source = subject.adapter.source
+    head = getattr(source, "get_output_embeddings", lambda: None)()
+    return next((path for path, module in source.named_modules() if module is head), None)
 
 
 def _layer(blocks: list[str], name: str) -> int:

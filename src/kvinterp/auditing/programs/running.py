@@ -205,7 +205,10 @@ class Run:
         kind = self.program.rows.attention
         if who == CRASHES and kind != "own" and place.partition("/")[0] not in LIBRARIES:
             # The library's class offers this attention, and a part that its user put in does not.
-            return REFUSED, f"under {kind}, which it is not set to, code of the user's own raises {said}"
+            return (
+                REFUSED,
+                f"under {kind}, which it is not set to, code of the user's own raises {said}",
+            )
         if "compiled" in self.uses and getattr(self.subject, "lifted", None):
             # What lifts casts is traced with the model, and nobody runs it so.
             return REFUSED, f"compiled in float64 it raises {said}"
