@@ -174,6 +174,7 @@ class Steering:
             )
         rows, end = activation.shape[1], self.hook.end
         text = self._text(activation.shape[0], end - rows, end)
+        end = text.end
         wanted = self._wanted(text)[:, end - rows : end]
         text.steered[:, end - rows : end] = wanted
         where = wanted.to(activation.device).reshape(*wanted.shape, *[1] * (activation.dim() - 2))
@@ -191,6 +192,9 @@ class Steering:
         # Without a cache a forward computes the text so far again, and a token more.
         if text is not None and (text.call is not call or len(text.steered) != batch):
             text = None
+        if text is not None and call is not None and not start and end < text.end:
+            # A generate() goes on with a cache that took no row: its next columns all the same.
+            start, end = text.end, text.end + end
         grows = text is not None and (end == text.end + 1 or (call is not None and end > text.end))
         if text is None or not (0 < start <= text.end if start else grows):
             prompt = (call.prompt_length if call is not None else 0) or start or end

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from support import assert_bitwise, nothing_left
+from support import assert_bitwise, assert_close, nothing_left
 
 NEW = 6
 PROMPTS = ([3, 17, 44, 9, 71, 26, 58, 5], [90, 12, 64, 8, 33])
@@ -147,6 +147,43 @@ def test_positions_that_a_cache_held_or_no_text_has_are_warned_of(native: Any, c
             native.model(tokens)
     assert steering.where() == [list(range(8)), list(range(5))], "two texts, the second of which grew by a token"
     assert not caplog.text
+
+
+@pytest.mark.parametrize("takes", ["takes rows", "takes none"])
+@pytest.mark.parametrize("positions", [*PLACES, (2, 9, 40)], ids=str)
+def test_positions_are_those_of_the_text_where_a_cache_is_not_read(
+    takes: str, positions: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cache that takes no row was six texts of one position each, all of the prompt; nothing generated was steered."""
+    from transformers import DynamicCache
+
+    bridge, keep = kv.load_model("zoo:gqa2-mini", kind="bridge", dtype="float64"), DynamicCache.update
+
+    def update(self: Any, keys: Any, values: Any, *rest: Any, **more: Any) -> Any:
+        if takes == "takes rows":
+            keep(self, keys, values, *rest, **more)
+        return keys, values
+
+    monkeypatch.setattr(DynamicCache, "update", update)
+    # What such a model writes soon ends in end tokens, behind which no position is of the text.
+    monkeypatch.setattr(type(bridge), "end_tokens", ())
+    added, seen = vector(bridge), PLACES.get(positions, ("", [2, 9]))[1]
+    with pytest.warns(kv.CacheNotReadWarning), kv.steer(bridge, added, 1, positions) as steering:
+        generate(bridge, PROMPTS[0])
+    assert steering.where() == [seen]
+    assert "of 13 positions of 1 text" in str(steering)
+    if takes == "takes none" and positions == "generated":
+        streams = []
+        for context in (kv.steer(bridge, added, 1, positions), contextlib.nullcontext()):
+            with kv.record(bridge, "resid_post", 1, positions="all") as recorded, context:
+                generate(bridge, PROMPTS[0])
+            streams.append(recorded.kept["resid_post", 1])
+        assert torch.equal(streams[0][0], streams[1][0])
+        # The first token that was written; the next ones are others.
+        assert_close(streams[0][1][0, 0], streams[1][1][0, 0] + added, absolute=1e-12)
+    missed = "position 40 was not steered: no text has so many positions; the longest has 13"
+    assert (missed in caplog.text) == (positions == (2, 9, 40))
+    assert caplog.text.count("not steered") == (positions == (2, 9, 40))
 
 
 @pytest.mark.parametrize(
