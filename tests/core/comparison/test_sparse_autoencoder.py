@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import kvinterp as kv
 from support import small_sae
 
+ROOT = Path(__file__).parents[3]
 ROWS = torch.randn(20, 128, generator=torch.Generator().manual_seed(0))
 
 
@@ -62,3 +65,30 @@ def test_what_is_not_read_is_said(change: dict[str, Any], error: type[Exception]
         kv.load_sae(tmp_path)
     with pytest.raises(kv.InputError, match="holds no cfg"):
         kv.load_sae(tmp_path / "none")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["topk", "jumprelu"])
+def test_a_trained_one_is_read_and_its_features_are_held_against_each_other(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What tools/sae/train.py writes explains held-out rows, is sparse, and is what which-run takes; JumpReLU's thresholds moved."""
+    script = runpy.run_path(str(ROOT / "tools" / "sae" / "train.py"))
+    options = f"zoo:mistral-mini --layer 2 --prompts arithmetic:10 --tokens 16 --steps 300 --dtype float32 --k 16 --out {tmp_path}"
+    monkeypatch.setattr(sys, "argv", ["train.py", *options.split(), "--architecture", architecture])
+    script["main"]()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["held out"]
+    assert found["explained_variance"] > 0.5
+    sae = kv.load_sae(tmp_path)
+    model = kv.load_model("zoo:mistral-mini", dtype="float32")
+    (text,) = kv.generated(model, "12 + 30 =", "resid_post", [2])
+    fires = (sae.encode(text["resid_post", 2][2:]) > 0).sum(1)
+    assert fires.max() < 512 / 4
+    if architecture == "topk":
+        assert fires.max() <= 16
+    else:
+        assert sae.threshold is not None
+        assert sae.threshold.std() > 1e-3
+    runs = kv.which_run(model, "12 + 30 =", run="cached+int4", features={sae.place: sae}, max_new_tokens=6)
+    row = runs.readouts.query("readout == 'feature that fires' and part == 'generated'")
+    assert 0 < row["changed"].mean() < 1
