@@ -256,7 +256,7 @@ def _named(key: Key, forward: list[Key], whole: list[Key]) -> str:
     if what == "input of":
         kept = {of for at, of, _ in whole if of in KEEPS.values() and path.startswith(f"{at}.")}
         if kept:
-            return " or ".join(sorted(kept))
+            return " or ".join(sorted(kept, reverse=True))
         before = forward[: forward.index(key)]
         if any(of in (*READ, *ATTENDED_TO) and path.startswith(f"{at}.") for at, of, _ in before):
             return ATTENDED
