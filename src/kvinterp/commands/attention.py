@@ -18,7 +18,6 @@ from kvinterp.commands.kit import (
     Result,
     Rows,
     finding_from,
-    load_prompts,
     number,
     option,
 )
@@ -66,7 +65,7 @@ class Attention(OfModel):
 
     def compared(self) -> Made:
         """The heads of one prompt, and the page that shows them."""
-        adapter, prompt = self.adapter(), load_prompts(self.prompts)[0]
+        adapter, prompt = self.adapter(), self.prompt_list[0]
         if self.generated is None:
             shown = attention_comparison(
                 adapter, prompt, **self.choices("step", "layers", "a", "b", "most")

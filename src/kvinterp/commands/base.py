@@ -10,6 +10,7 @@ command's name is that of the file. The help of the command line reads all this 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ from kvinterp.common.numbers import models_of
 from kvinterp.common.result import Result
 from kvinterp.common.store import Made
 from kvinterp.common.words import dtype_word, unwrapped
+from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
 from kvinterp.findings import Chart, Finding, lines_of
 from kvinterp.models import Adapter
@@ -257,6 +259,11 @@ class Experiment:
             for option in ("kind", "dtype", "device", "attention")
             if option in fields
         }
+
+    @functools.cached_property
+    def prompt_list(self) -> list[Prompt]:
+        """What the option ``prompts`` stands for, read once."""
+        return load_prompts(vars(self)["prompts"])
 
     def adapter(self, name: str | None = None) -> Adapter:
         """A model it is asked of, loaded: that of a name, or of the option ``model``."""

@@ -17,7 +17,6 @@ from kvinterp.commands.kit import (
     Rows,
     Tables,
     finding,
-    load_prompts,
     numbered,
     option,
     seed,
@@ -90,10 +89,7 @@ class Compare(OfModel):
 
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
-        return [
-            Cell(f"example-{number}", self.compared)
-            for number in range(len(load_prompts(self.prompts)))
-        ]
+        return [Cell(f"example-{number}", self.compared) for number in range(len(self.prompt_list))]
 
     def compared(self, keys: Sequence[str], keep: Callable[..., None]) -> None:
         """Compares some of the prompts, and keeps each as its batch is finished."""
@@ -106,7 +102,7 @@ class Compare(OfModel):
             )
         for site, reason in recorded.pop("left_out").items():
             log.info("%s is not recorded: %s", site, reason.split(": ")[0])
-        prompts, numbers = load_prompts(self.prompts), numbered(keys)
+        prompts, numbers = self.prompt_list, numbered(keys)
 
         def kept(number: int, part: Comparison) -> None:
             keep(numbers[number], {name: getattr(part, name) for name in PARTS}, part.provenance)
@@ -137,7 +133,7 @@ class Compare(OfModel):
         comparison = Comparison.joined(
             Comparison(**tables, provenance=about) for tables, about in parts
         )
-        comparison.prompts = load_prompts(self.prompts)
+        comparison.prompts = self.prompt_list
         for row in comparison.failures.to_dict("records"):
             log.warning("prompt %s is left out: %s", row["id"], row["message"])
         return comparison

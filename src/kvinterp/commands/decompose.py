@@ -13,7 +13,6 @@ from kvinterp.commands.kit import (
     Parts,
     Result,
     joined,
-    load_prompts,
     option,
     shared,
 )
@@ -42,14 +41,14 @@ class Decompose(OfModel):
         """A cell a prompt."""
         return [
             Cell(f"example-{n}", self.decomposed, {"number": n})
-            for n in range(len(load_prompts(self.prompts)))
+            for n in range(len(self.prompt_list))
         ]
 
     def decomposed(self, number: int) -> Made:
         """The split of a prompt."""
         options = self.choices("max_new_tokens") | {"only": [number], "progress": "none"}
         split = decompose(
-            self.adapter(), load_prompts(self.prompts), cached=self.a, recompute=self.b, **options
+            self.adapter(), self.prompt_list, cached=self.a, recompute=self.b, **options
         )
         return split.tables, split.provenance
 

@@ -14,7 +14,6 @@ from kvinterp.commands.kit import (
     Result,
     check_known,
     joined,
-    load_prompts,
     numbered,
     option,
     shared,
@@ -152,14 +151,14 @@ class Patch(OfModel):
 
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""
-        count = len(load_prompts(self.prompts)[: self.examples])
+        count = len(self.prompt_list[: self.examples])
         return [Cell(f"patched-{place}", self.patched) for place in range(count)]
 
     def patched(
         self, keys: Sequence[str], keep: Callable[..., None], progress: str = "none"
     ) -> None:
         """Sweeps over some of the prompts that are patched, and keeps what each gave."""
-        adapter, prompts = self.adapter(), load_prompts(self.prompts)
+        adapter, prompts = self.adapter(), self.prompt_list
         paths: dict[str, Any] = {"cached": self.a, "recompute": self.b}
         chosen = list(range(len(prompts)))
         if self.examples is not None:

@@ -147,7 +147,7 @@ def asked(experiment: Experiment) -> dict[str, Any]:
     """The choices that decide the numbers, with what the prompts hold."""
     settings: dict[str, Any] = {"verb": experiment.verb(), **experiment.choices()}
     if settings.get("prompts") is not None:
-        settings["prompts"] = prompts_digest(load_prompts(settings["prompts"]))
+        settings["prompts"] = prompts_digest(experiment.prompt_list)
     return settings
 
 

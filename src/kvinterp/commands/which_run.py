@@ -15,7 +15,6 @@ from kvinterp.commands.kit import (
     Parts,
     Result,
     joined,
-    load_prompts,
     option,
     shared,
 )
@@ -73,14 +72,13 @@ class WhichRunWrote(OfModel):
     def cells(self) -> list[Cell]:
         """A cell a prompt."""
         return [
-            Cell(f"example-{n}", self.held, {"number": n})
-            for n in range(len(load_prompts(self.prompts)))
+            Cell(f"example-{n}", self.held, {"number": n}) for n in range(len(self.prompt_list))
         ]
 
     def held(self, number: int) -> Made:
         """One text."""
         options = self.choices("layers", "max_new_tokens", "top")
-        prompt = load_prompts(self.prompts)[number]
+        prompt = self.prompt_list[number]
         found = which_run(
             self.adapter(),
             [prompt],

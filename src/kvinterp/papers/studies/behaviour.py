@@ -38,7 +38,6 @@ from kvinterp.commands.kit import (
     finding,
     finding_from,
     joined,
-    load_prompts,
     number,
     only,
     option,
@@ -112,7 +111,7 @@ class Behaviour(OfModels):
         for place, model, adapter in self.numbered_models():
             tried(adapter, paths_of(self.kernels))
             key = f"behaviour-{place}"
-            for block, first in enumerate(range(0, len(load_prompts(self.prompts)), self.block)):
+            for block, first in enumerate(range(0, len(self.prompt_list), self.block)):
                 # The same for all of a block: they share what they compute.
                 settings = {"model": model, "first": first, "most": self.block}
                 for turn, strategy in enumerate(strategies):
@@ -135,7 +134,7 @@ class Behaviour(OfModels):
         two of them share are computed once.
         """
         adapter, strategies = self.adapter(model), self.chosen_strategies()
-        prompts = list(enumerate(load_prompts(self.prompts)))[first : first + most]
+        prompts = list(enumerate(self.prompt_list))[first : first + most]
         blocks = [prompts] if self.batch_size > 1 else [[one] for one in prompts]
         what = f"decodes of {adapter.facts.name}, examples {first} to {first + len(prompts) - 1},"
         tables: dict[str, list[Tables]] = {key: [] for key in keys}
@@ -168,9 +167,7 @@ class Behaviour(OfModels):
             ((a, a), (Runner, Runner)) if null == NULLS[0] else ((b, b), (Runner, Suffixed))
         )
         options = self.choices("max_new_tokens", "stop") | {"lanes": lanes, "strategy": strategy}
-        comparison = compare_examples(
-            adapter, load_prompts(self.prompts)[: self.controls], *paths, **options
-        )
+        comparison = compare_examples(adapter, self.prompt_list[: self.controls], *paths, **options)
         steps = comparison.steps
         largest = steps["max_abs_logit"]
         counts = len(steps), (largest > 0).sum(), steps["flipped"].sum()

@@ -27,7 +27,6 @@ from kvinterp.commands.kit import (
     finding_from,
     joined,
     listed,
-    load_prompts,
     metrics,
     number,
     option,
@@ -104,7 +103,7 @@ class EquivalentNoise(OfModel):
     def measured(self, policy: str) -> pd.DataFrame:
         """The sums of one policy, prompt by prompt."""
         return error_of_policy(
-            self.adapter(), load_prompts(self.prompts), policy_named(policy), self.max_new_tokens
+            self.adapter(), self.prompt_list, policy_named(policy), self.max_new_tokens
         )
 
     def reduce(self, parts: Parts) -> Result:

@@ -33,7 +33,6 @@ from kvinterp.commands.kit import (
     finding,
     finding_from,
     joined,
-    load_prompts,
     metrics,
     option,
     seed,
@@ -79,13 +78,13 @@ class FlipLaw(OfModel):
         tried(self.adapter(), paths)
         return [
             Cell(f"prompt-{number}", self.measured, {"number": number, "paths": paths})
-            for number in range(len(load_prompts(self.prompts)))
+            for number in range(len(self.prompt_list))
         ]
 
     def measured(self, number: int, paths: list[str]) -> pd.DataFrame:
         """One prompt along all paths."""
         prompt, choices = (
-            load_prompts(self.prompts)[number],
+            self.prompt_list[number],
             self.choices("max_new_tokens", "strategy", "seed"),
         )
         return steps_of(self.adapter(), prompt, paths, **choices).assign(example=number)

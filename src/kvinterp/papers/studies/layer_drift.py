@@ -39,7 +39,6 @@ from kvinterp.commands.kit import (
     finding,
     finding_from,
     joined,
-    load_prompts,
     metrics,
     numbered,
     only,
@@ -124,7 +123,7 @@ class LayerDrift(OfModels):
 
     def cells(self) -> list[Cell]:
         """A cell a model and example."""
-        cells, prompts = [], load_prompts(self.prompts)
+        cells, prompts = [], self.prompt_list
         for number, model, adapter in self.numbered_models():
             encode_all(adapter, prompts, self.max_new_tokens + self.suffix)
             for example in range(len(prompts)):
@@ -139,7 +138,7 @@ class LayerDrift(OfModels):
         Until the first flip both protocols feed the same tokens, so that only an example that flips
         is run free too.
         """
-        adapter, prompts = self.adapter(model), load_prompts(self.prompts)
+        adapter, prompts = self.adapter(model), self.prompt_list
         paths = paths_of(self.kernels)
         known, _ = recordable(adapter, None, range(adapter.facts.layers))
         sites = [site for site in known if site in ("resid_post", "pattern")]

@@ -33,7 +33,6 @@ from kvinterp.commands.kit import (
     compare_examples,
     counted,
     joined,
-    load_prompts,
     median_of,
     numbered,
     only,
@@ -105,7 +104,7 @@ class Localisation(OfModels):
 
     def cells(self) -> list[Cell]:
         """The first stage, a cell a model and example: how far apart its paths are."""
-        cells, prompts = [], load_prompts(self.prompts)
+        cells, prompts = [], self.prompt_list
         for number, model, adapter in self.numbered_models():
             if SPLIT in self.part:
                 check_splittable(adapter, 8)
@@ -144,7 +143,7 @@ class Localisation(OfModels):
         """How far apart the paths of some prompts are in the free protocol, as
         :func:`kvinterp.patching.highest_kl` has it.
         """
-        adapter, prompts = self.adapter(model), load_prompts(self.prompts)
+        adapter, prompts = self.adapter(model), self.prompt_list
         options = self.choices("max_new_tokens") | {"protocol": "free"}
         with adapter.one_call():
             for example, key in numbered(keys).items():
@@ -171,7 +170,7 @@ class Localisation(OfModels):
 
     def localised(self, model: str, example: int) -> Made:
         """Patches and splits one of the chosen examples."""
-        adapter, prompts = self.adapter(model), load_prompts(self.prompts)
+        adapter, prompts = self.adapter(model), self.prompt_list
         paths = zip(("cached", "recompute"), paths_of(self.kernels), strict=True)
         options = {
             **dict(paths),

@@ -33,7 +33,6 @@ from kvinterp.commands.kit import (
     finding,
     finding_from,
     joined,
-    load_prompts,
     metrics,
     number,
     option,
@@ -113,7 +112,7 @@ class Mitigate(OfModel):
         """One path beside its reference: a row a prompt, over the steps from 1 on."""
         adapter, prompts, options = (
             self.adapter(),
-            load_prompts(self.prompts),
+            self.prompt_list,
             self.choices("max_new_tokens"),
         )
         steps = compare_examples(adapter, prompts, a, b, **options).steps.query("step > 0")

@@ -39,7 +39,6 @@ from kvinterp.commands.kit import (
     counted,
     ends_of,
     joined,
-    load_prompts,
     only,
     option,
     paths_of,
@@ -223,7 +222,7 @@ class Paper(OfModels):
 
     def _log_estimate(self) -> None:
         """Says how long all of it will take, by a few steps of each model."""
-        preset, prompts, seconds = PRESETS[self.preset], load_prompts(self.prompts), np.zeros(2)
+        preset, prompts, seconds = PRESETS[self.preset], self.prompt_list, np.zeros(2)
         few = min(preset["few"], len(prompts))
         decodes = sum(1 if name == "greedy" else self.seeds for name in self.strategies)
         steps = (len(prompts) + few) * decodes * self.max_new_tokens

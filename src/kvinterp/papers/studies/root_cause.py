@@ -105,9 +105,7 @@ class RootCause(OfModels):
             if adapter.facts.width == models[0][2].facts.width and not any(adapter.facts.windows)
         ]
         for _, _, adapter in models if "ladder" in self.part else ():
-            encode_all(
-                adapter, load_prompts(self.prompts)[: self.ladder_prompts], self.ladder_steps
-            )
+            encode_all(adapter, self.prompt_list[: self.ladder_prompts], self.ladder_steps)
         cells = [Cell("accumulation-0", self.added_up, {"widths": widths})]
         for seed in range(self.seeds):
             for part in PARTS[1:]:
@@ -153,7 +151,7 @@ class RootCause(OfModels):
         if self.seeds == 1:
             return table
         numbers = table[table.columns.intersection(["prompt", "example"])] + seed * len(
-            load_prompts(self.prompts)
+            self.prompt_list
         )
         return table.assign(**numbers, data_seed=seed)
 

@@ -37,7 +37,6 @@ from kvinterp.commands.kit import (
     finding,
     finding_from,
     joined,
-    load_prompts,
     metrics,
     only,
     option,
@@ -87,9 +86,7 @@ class Susceptibility(OfModel):
     def measured(self, b: str, size: float = 0.0, seed: int = 0) -> pd.DataFrame:
         """Every decode step of the cached path beside another one, fed the same tokens."""
         options = self.choices("max_new_tokens")
-        steps = compare_examples(
-            self.adapter(), load_prompts(self.prompts), "cached", b, **options
-        ).steps
+        steps = compare_examples(self.adapter(), self.prompt_list, "cached", b, **options).steps
         # Step 0 is the prefill's: it reads keys and values as they were computed.
         decoded = steps[steps["step"] > 0].rename(columns={"margin_a": "margin"})
         decoded = decoded[
