@@ -124,10 +124,13 @@ class WhichRun(Result):
         Returns:
             ``example``, ``position``, ``part``; ``places``, how many sites and layers part there;
             ``first_layer``, the first of them; ``relative_l2`` and ``limit`` of the site and layer
-            that part furthest in units of the null's largest.
+            that part furthest in units of the null's largest; ``limit`` is 0 where the null was
+            exactly 0 at all sites and layers that part there, and these positions come last.
         """
         forks = self.forks()
-        forks = forks.assign(times=forks["relative_l2"] / forks["limit"].clip(lower=1e-300))
+        # A null of exactly 0 is no unit: any difference at all is beyond it.
+        units = forks["limit"].where(forks["limit"] > 0)
+        forks = forks.assign(times=(forks["relative_l2"] / units).fillna(0.0))
         forks = forks.sort_values(["times", "relative_l2"], ascending=False, kind="stable")
         table = forks.groupby(["example", "position", "part"], sort=False, as_index=False)
         points = table.agg(

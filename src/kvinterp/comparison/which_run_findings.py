@@ -27,9 +27,7 @@ def headline_of_runs(result: WhichRun) -> list[str]:
         return ["No text was written: nothing was fed behind a prompt."]
     size, null = written["relative_l2"].median(), written["null"].median()
     beside = (
-        "the null is exactly 0"
-        if not null
-        else f"{number(size / null)} times the null, {number(null)}"
+        f"{number(size / null)} times the null, {number(null)}" if null else _null_of_0(written)
     )
     said = (
         f"The run that wrote {counted(result.distances['example'].nunique(), 'text')} ({result.provenance['run']}) is not its "
@@ -49,6 +47,18 @@ def headline_of_runs(result: WhichRun) -> list[str]:
     return [said, f"What changes at a generated position: {shares}."]
 
 
+def _null_of_0(rows: pd.DataFrame) -> str:
+    """Says what a null whose median is 0 is, and no more."""
+    if rows["null"].isna().all():
+        return "no null: the texts fill the context"
+    count = counted(len(rows[["example", "position"]].drop_duplicates()), "position")
+    if rows["null"].any():
+        return (
+            f"the null's median over {count} is exactly 0, its largest {number(rows['null'].max())}"
+        )
+    return f"the null is exactly 0: two recomputations have the same bits at all {count}"
+
+
 def _share(share: float) -> str:
     return f"{100 * share:.3g}%"
 
@@ -58,9 +68,10 @@ def rows_of_runs(result: WhichRun) -> Iterator[Finding]:
     it changes most.
     """
     for (site, part), table in result.distances.groupby(["site", "part"], sort=False):
-        null = table["null"].median()
+        # The null of the same kind: the median over texts of their means.
+        null = table.groupby("example")["null"].mean().median()
         yield median_of(
-            "median distance of the run from its recomputation", table["relative_l2"], table["example"],
+            "mean distance of a text from its recomputation, median of texts", table["relative_l2"], table["example"],
             null=null, unit="texts", measure="of the norm", site=site, part=part,
         )  # fmt: skip
     written = result.readouts.query("part == 'generated'")

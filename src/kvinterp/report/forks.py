@@ -61,6 +61,13 @@ def fork_parts(result: WhichRun) -> Parts:
         "position of its null. Each is marked in its text, the furthest (in units of the null's largest) first"
     )
     said += f"; {MOST} are shown." if len(points) > MOST else "."
+    if nothing := int((points["limit"] == 0).sum()):
+        which = "all of them" if nothing == len(points) else f"{nothing} of them, which stand last,"
+        said += (
+            f" At {which} the null is exactly 0 wherever the runs part: with as many tokens more behind the text, one forward "
+            f"gave the same bits there at each of {positions} positions. So there any difference counts, be it one of the last "
+            "bit, and how far two recomputations of other lengths or numbers of rows part was not seen."
+        )
     return [
         heading,
         Text(said),

@@ -64,6 +64,34 @@ def test_a_cache_in_four_bits_is_another_run(model: Any) -> None:
     assert {row["n"] for row in found.rows()} == {2}
 
 
+def test_a_null_of_exactly_0_is_said_as_what_it_is(model: Any) -> None:
+    """It ranked a difference in the last bit above every other; and a row of the table held a mean against a median."""
+    found = kv.which_run(model, PROMPTS, run="cached+int4", max_new_tokens=6)
+    null = found.distances["null"].to_numpy().copy()
+    count = len(found.texts.query("part == 'generated'"))
+    table = found.distances
+    table["null"] = 0.0
+    assert f"exactly 0: two recomputations have the same bits at all {count} positions" in found.headline()[0]
+    points = found.fork_points()
+    assert not points["limit"].any()
+    assert points["relative_l2"].is_monotonic_decreasing
+    _, said, _ = fork_parts(found)
+    assert "At all of them the null is exactly 0 wherever the runs part: " in said.text
+    # Layer 3 alone has a null now: the positions that part there stand before the others.
+    table.loc[table["layer"] == 3, "null"] = 1e-9
+    table.loc[(table["layer"] == 3) & (table["position"] == 9), "relative_l2"] = 0.0
+    points = found.fork_points()
+    assert (points["limit"] > 0).is_monotonic_decreasing
+    assert set(points[points["limit"] == 0]["position"]) == {9}
+    assert "which stand last, the null is exactly 0" in fork_parts(found)[1].text
+    table["null"] = null
+    table.loc[table.groupby("example").head(1).index, "null"] = 1e3
+    rows = {(row["site"], row["part"]): row for row in found.rows() if "site" in row}
+    site, part = table.iloc[0][["site", "part"]]
+    mean = table.query("site == @site and part == @part").groupby("example")["null"].mean().median()
+    assert rows[site, part]["null"] == pytest.approx(mean)
+
+
 def test_patterns_of_rows_that_are_left_stand_at_their_positions(model: Any) -> None:
     """An attention sink kept its place beside the newest keys, and a head that looks at it was said to look elsewhere."""
     prompt = kv.load_prompts("arithmetic:1")[0]
