@@ -22,7 +22,7 @@ def visible(text: object) -> str:
     """
     given = str(text)
     # Nearly all that is said is plain, and it is said hundreds of thousands of times.
-    if given.isprintable():
+    if given.replace("\n", "").replace("\t", "").isprintable():
         return given
     return "".join(c if c in "\n\t" or not _commands(c) else ascii(c)[1:-1] for c in given)
 
