@@ -50,7 +50,7 @@ def answered(name: str, fault: bool, seconds: float = 12.0) -> dict[str, Any]:
     except kv.KvinterpError as error:  # what a user would see
         words = {"verdict": "refused", "exit": 2, "first": str(error), "wrong": []}
         return answer | words | {"seconds": time.process_time() - began}
-    told = verdict.told()
+    told = verdict.as_dict()
     wrong = [check for check in told["checks"] if check["status"] in FAULTY]
     return answer | {
         "verdict": told["verdict"],

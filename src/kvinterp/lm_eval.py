@@ -355,9 +355,9 @@ def _with_device(given: argparse.Namespace) -> argparse.Namespace:
     """
     if "device" not in given:
         return given  # The command runs no model.
-    told = EvaluatorConfig.load_yaml_config(given.config) if given.config else {}
-    if (given.model or told.get("model")) == "kvinterp" and not (
-        given.device or told.get("device")
+    configured = EvaluatorConfig.load_yaml_config(given.config) if given.config else {}
+    if (given.model or configured.get("model")) == "kvinterp" and not (
+        given.device or configured.get("device")
     ):
         given.device = str(device_named(None))
     return given

@@ -18,7 +18,7 @@ from kvinterp.auditing.arguments import RUNGS
 from kvinterp.auditing.audit import audit
 from kvinterp.auditing.building import random_model
 from kvinterp.auditing.ladder import PrecisionRun
-from kvinterp.auditing.page import issue_tables, told_apart
+from kvinterp.auditing.page import distinguished, issue_tables
 from kvinterp.auditing.verdict import VERDICTS
 from kvinterp.models import wrap, zoo
 from kvinterp.models.hooks import first_of
@@ -335,10 +335,10 @@ def test_what_a_block_returned_in_each_of_its_runs_has_its_own_name() -> None:
 
 
 def test_two_different_logits_look_different() -> None:
-    assert told_apart([(1.5, 1.5), (-0.8623130, -0.8623128)]) == [("1.5", "1.5"), ("-0.862313", "-0.8623128")]
-    ((left, right),) = told_apart([(0.3464703, float(np.nextafter(0.3464703, 1)))])
+    assert distinguished([(1.5, 1.5), (-0.8623130, -0.8623128)]) == [("1.5", "1.5"), ("-0.862313", "-0.8623128")]
+    ((left, right),) = distinguished([(0.3464703, float(np.nextafter(0.3464703, 1)))])
     assert left != right
-    assert told_apart([(0.0, -0.0)]) == [("0", "0")]
+    assert distinguished([(0.0, -0.0)]) == [("0", "0")]
 
 
 # The pytest helper, and bad input --------------------------------------------------------------------------------------

@@ -232,7 +232,7 @@ def issue_tables(rung: PrecisionRun) -> tuple[list[Table], str]:
     position, prefill = rung.layers[["position", "prefill"]].iloc[0]
     title = f"One token, free-running, in {dtype_name(rung.dtype)}: position {position}, fed after a prompt of {prefill} tokens"
     *layers, logits = rung.layers.to_dict("records")
-    sides = told_apart([*zip(rung.top["recompute"], rung.top["cached"], strict=True)])
+    sides = distinguished([*zip(rung.top["recompute"], rung.top["cached"], strict=True)])
     top = [
         {
             "Index": str(row["index"]),
@@ -288,7 +288,7 @@ def _hidden_states(layers: Sequence[Row]) -> Iterator[str]:
             )
 
 
-def told_apart(pairs: Sequence[tuple[float, float]]) -> list[tuple[str, str]]:
+def distinguished(pairs: Sequence[tuple[float, float]]) -> list[tuple[str, str]]:
     """Pairs of numbers with as many digits, six at least, as it takes for two that differ to look
     different.
     """

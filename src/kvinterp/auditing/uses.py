@@ -289,9 +289,9 @@ def _wrong(subject: Subject, one: Run, status: str, ran: int) -> Check:
     if status == WRONG and one.program.rows.told == "needed":
         # The very program, told the positions of its tokens: only then is it they that a call
         # leaves out.
-        told = Program(dataclasses.replace(one.program.rows, told="all"), one.program.steps)
+        numbered = Program(dataclasses.replace(one.program.rows, told="all"), one.program.steps)
         with contextlib.suppress(Exception):
-            where = {"hint": NUMBERS} if tried(subject, told).word == RIGHT else {}
+            where = {"hint": NUMBERS} if tried(subject, numbered).word == RIGHT else {}
     if place is not None:
         where |= {
             "layer": place.layer,

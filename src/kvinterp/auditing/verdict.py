@@ -105,9 +105,9 @@ class Verdict(Result):
 
     def to_json(self) -> str:
         """The same fields as JSON, with the exit code; infinities as text."""
-        return strict_json({"exit_code": self.exit_code, **self.told()})
+        return strict_json({"exit_code": self.exit_code, **self.as_dict()})
 
-    def told(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The fields of the JSON; what is of every token is a table beside it."""
         fields = dataclasses.asdict(dataclasses.replace(self, tokens=None))
         del fields["tokens"]
@@ -159,7 +159,7 @@ class Verdict(Result):
             "rungs": self.overview(),
             "checks": checks,
             "seconds": pd.DataFrame(self.seconds),
-        }, self.told()
+        }, self.as_dict()
 
     def overview(self) -> pd.DataFrame:
         """One row a precision: how far apart the logits and the blocks are."""

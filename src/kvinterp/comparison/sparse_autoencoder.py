@@ -89,14 +89,14 @@ class SparseAutoencoder(nn.Module):
         """A hash of its weights and of what it does with them, 16 hex digits; two folders with the
         same content have the same.
         """
-        told = [
+        identity = [
             self.architecture,
             self.k,
             self.subtracts,
             self.metadata.get("hook_name"),
             weights_hash(self),
         ]
-        return hashlib.blake2b(json.dumps(told).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).hexdigest()
 
     def before(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch feature"]:
         """The features before their activation function."""

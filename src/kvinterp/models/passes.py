@@ -94,7 +94,7 @@ class Passes:
         self._before: tuple[int, BaseException | None] = (0, None)
         self._last = adapter.facts.layers - 1
         self._warned = False
-        self.rows, self._took, self._told = CachedRows(adapter), 0, False
+        self.rows, self._took, self._warned = CachedRows(adapter), 0, False
         self._open = self._looping = False
 
     @contextlib.contextmanager
@@ -279,8 +279,8 @@ class Passes:
             self.watcher.pass_ends(ran)
             self.count += 1
             self.rows.ends(self._took)
-            if self.context and self.rows.unread is not None and not self._told:
-                self._told = True
+            if self.context and self.rows.unread is not None and not self._warned:
+                self._warned = True
                 self.rows.unread.warn(f"{self.context} of {self.adapter.facts.name}")
         elif self._ran is not None:
             self._cut_pass()

@@ -83,7 +83,7 @@ class FunctionSubject(Subject):
         with torch.no_grad(), self.around():
             yield
 
-    def plain(self, ids: Tensor, **told: Tensor) -> Tensor:
+    def plain(self, ids: Tensor, **model_kwargs: Tensor) -> Tensor:
         """What ``full`` gives.
 
         Raises:
@@ -98,7 +98,7 @@ class FunctionSubject(Subject):
             )
         return logits
 
-    def feed(self, ids: Tensor, cache: Any, **told: Tensor) -> tuple[Tensor, Any]:
+    def feed(self, ids: Tensor, cache: Any, **model_kwargs: Tensor) -> tuple[Tensor, Any]:
         """What ``step`` gives; one that holds its cache itself is fed its request again where
         another forward came between.
         """
@@ -174,7 +174,7 @@ class FunctionSubject(Subject):
             return False
         return True
 
-    def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
+    def feed_line(self, ids: Tensor, cached: str, **model_kwargs: Tensor) -> str:
         """As its users call it."""
         return f"{super().feed_line(ids, cached)}{self._pair}{self._flat}"
 

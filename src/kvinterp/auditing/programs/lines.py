@@ -84,11 +84,11 @@ class Lines(list[str]):
 
 
 def arguments(
-    ids: Tensor | str, told: Mapping[str, Tensor] = MappingProxyType({}), **more: object
+    ids: Tensor | str, model_kwargs: Mapping[str, Tensor] = MappingProxyType({}), **more: object
 ) -> str:
     """What a forward is called with, as it is written; an expression stands as it is."""
     first = ids if isinstance(ids, str) else f"torch.tensor({ids.tolist()})"
-    tensors = [f"{name}=torch.tensor({given.tolist()})" for name, given in told.items()]
+    tensors = [f"{name}=torch.tensor({given.tolist()})" for name, given in model_kwargs.items()]
     return ", ".join([first, *tensors, *(f"{name}={value}" for name, value in more.items())])
 
 

@@ -298,25 +298,25 @@ class ModelSubject(Subject):
         with torch.no_grad(), self.adapter.own_state([]), casts_lifted(self.lifted):
             yield
 
-    def plain(self, ids: Tensor, **told: Tensor) -> Tensor:
+    def plain(self, ids: Tensor, **model_kwargs: Tensor) -> Tensor:
         """The forward that users call with ``use_cache=False``."""
         # A decode that goes on beside it has its own state.
         with self.adapter.own_state([]), self.uncompiled():
             if self.way.fed == "types":
-                told = {"token_type_ids": ids % self._types, **told}
-                return self.model(input_ids=ids, use_cache=False, **told).logits
+                model_kwargs = {"token_type_ids": ids % self._types, **model_kwargs}
+                return self.model(input_ids=ids, use_cache=False, **model_kwargs).logits
             return self.adapter.forward(
-                ids, None, told.get("attention_mask"), told.get("position_ids")
+                ids, None, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
             )
 
-    def plain_as_called(self, ids: Tensor, **told: Tensor) -> Tensor:
+    def plain_as_called(self, ids: Tensor, **model_kwargs: Tensor) -> Tensor:
         """The same called as the program calls it; columns whose logits it is not asked for are
         filled in.
         """
-        if not self.way.ways and not any(given.dim() == 4 for given in told.values()):
-            return self.plain(ids, **told)
+        if not self.way.ways and not any(given.dim() == 4 for given in model_kwargs.values()):
+            return self.plain(ids, **model_kwargs)
         with self.adapter.own_state([]), self.uncompiled():
-            given, asked = self._given(ids, told), self._asked(ids.shape[1])
+            given, asked = self._given(ids, model_kwargs), self._asked(ids.shape[1])
             kept = self.way.kept(ids.shape[1])
             if kept is None:
                 return self.model(**given, **asked, use_cache=False).logits
@@ -356,16 +356,16 @@ class ModelSubject(Subject):
         takes, ids, known = self.adapter.takes, self.tensor([text]), Rows((0,))
 
         def runs(**choice: Any) -> Tensor | None:
-            rows, told, given, pads = dataclasses.replace(known, **choice), {}, ids, 0
+            rows, model_kwargs, given, pads = dataclasses.replace(known, **choice), {}, ids, 0
             if "told" in choice:
                 # Behind pads, which a state does not read from such a mask.
                 given, pads = self.tensor([[*text[:2], *text]]), 2
                 mask = torch.ones_like(given)
                 mask[:, :pads] = 0
-                told = rows.tells(mask, given.shape[1], True, takes, self.offset)
+                model_kwargs = rows.model_kwargs(mask, given.shape[1], True, takes, self.offset)
             try:
                 with self.running(), self.called_as(rows):
-                    return self.plain_as_called(given, **told)[0, pads:]
+                    return self.plain_as_called(given, **model_kwargs)[0, pads:]
             except Exception:  # It does not offer that.
                 return None
 
@@ -420,14 +420,14 @@ class ModelSubject(Subject):
         """
         return max(int(getattr(self.adapter.config, "type_vocab_size", 2) or 2), 1)
 
-    def _given(self, ids: Tensor, told: Mapping[str, Tensor]) -> dict[str, Any]:
+    def _given(self, ids: Tensor, model_kwargs: Mapping[str, Tensor]) -> dict[str, Any]:
         """What a forward is given, as the program's rows have it called."""
         given: dict[str, Any] = {"input_ids": ids}
         if self.way.fed == "embeds":
             given = {"inputs_embeds": self.model.get_input_embeddings()(ids)}
         if self.way.fed == "types":
             given["token_type_ids"] = ids % self._types
-        given |= told
+        given |= model_kwargs
         mask = given.get("attention_mask")
         if self.way.told == "float_mask" and mask is not None and mask.dim() == 4:
             low = torch.finfo(self.adapter.dtype).min
@@ -453,7 +453,7 @@ class ModelSubject(Subject):
         return {} if self.way.kept(1) is not None else self._asked(1)
 
     def _written(
-        self, ids: Tensor | str, told: Mapping[str, Tensor], width: int = 0, **more: object
+        self, ids: Tensor | str, model_kwargs: Mapping[str, Tensor], width: int = 0, **more: object
     ) -> str:
         """What :meth:`_given` gives, and :meth:`_asked` for a width, as lines have it."""
         first = ids if isinstance(ids, str) else f"torch.tensor({ids.tolist()})"
@@ -464,28 +464,30 @@ class ModelSubject(Subject):
             if embeds
             else f"input_ids={first}"
         )
-        mask = told.get("attention_mask")
+        mask = model_kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 4:
             seen = f"torch.tensor({mask.int().tolist()})"
             low = f"(1 - {seen}.to(model.dtype)) * torch.finfo(model.dtype).min"
             before["attention_mask"] = low if self.way.told == "float_mask" else f"{seen}.bool()"
-            told = {name: given for name, given in told.items() if name != "attention_mask"}
+            model_kwargs = {
+                name: given for name, given in model_kwargs.items() if name != "attention_mask"
+            }
         asked = {
             name: f"torch.tensor({value.tolist()})" if isinstance(value, Tensor) else value
             for name, value in (self._asked(width) if width else {}).items()
         }
-        return arguments(first, told, **before, **asked, **more)
+        return arguments(first, model_kwargs, **before, **asked, **more)
 
-    def feed(self, ids: Tensor, cache: Any, **told: Tensor) -> tuple[Tensor, Any]:
+    def feed(self, ids: Tensor, cache: Any, **model_kwargs: Tensor) -> tuple[Tensor, Any]:
         """The forward that users call with the cache of the call before."""
         cache = self.fresh() if cache is None and self.kind is not None else cache
         if self.way.ways:
-            given = self._given(ids, told) | self._asked(ids.shape[1])
+            given = self._given(ids, model_kwargs) | self._asked(ids.shape[1])
             given |= {} if cache is None else {self.adapter.cache_name: cache}
             out = self.model(**given, use_cache=True)
             return out.logits, returned_cache(out, self.adapter.takes)[1]
         return self.adapter.call_with_cache(
-            ids, cache, told.get("attention_mask"), told.get("position_ids")
+            ids, cache, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
         )
 
     @property
@@ -547,40 +549,44 @@ class ModelSubject(Subject):
             **{"min_new_tokens": count, "pad_token_id": self.pad, "use_cache": True, **more},
         )  # fmt: skip
 
-    def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
+    def feed_line(self, ids: Tensor, cached: str, **model_kwargs: Tensor) -> str:
         """As its users call it."""
         name, cache = self.cache_name, {} if cached == "no" else {self.cache_name: "cache"}
         if self.native:
             if cached == "no" and (made := self.made(self.capacity)):
                 cache = {name: made}
-            given = self._written(ids, told, ids.shape[1], **cache, use_cache=True)
+            given = self._written(ids, model_kwargs, ids.shape[1], **cache, use_cache=True)
             return f"out = model({given}); logits, cache = out.logits, out.{name}"
         made, more = "cache = DynamicCache()", {name: "cache", "use_cache": True} if name else {}
         if self.adapter.kind == "hooked":
             # It keeps the mask of earlier columns itself.
-            told = {"attention_mask": told["attention_mask"][:, -ids.shape[1] :]} if told else told
+            model_kwargs = (
+                {"attention_mask": model_kwargs["attention_mask"][:, -ids.shape[1] :]}
+                if model_kwargs
+                else model_kwargs
+            )
             made = f"cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, {len(ids)})"
             more = {"past_kv_cache": "cache"}
-        line = f"logits = model({arguments(ids, told, **more)})"
+        line = f"logits = model({arguments(ids, model_kwargs, **more)})"
         return line if cached == "yes" else f"{made}; {line}"
 
     def generate_line(
         self,
         prompt: str,
         begins: Sequence[tuple[int, ...]],
-        told: Mapping[str, Tensor],
+        model_kwargs: Mapping[str, Tensor],
         **more: object,
     ) -> str:
         """The expression that :meth:`generate` stands for, of rows that begin so."""
-        return f"model.generate({arguments(prompt, told, **more)})"
+        return f"model.generate({arguments(prompt, model_kwargs, **more)})"
 
-    def plain_line(self, ids: Tensor | str, **told: Tensor) -> str:
+    def plain_line(self, ids: Tensor | str, **model_kwargs: Tensor) -> str:
         """As its users call it."""
         if self.native:
-            return f"model({self._written(ids, told, use_cache=False)}).logits"
-        return f"model({arguments(ids, told)})"
+            return f"model({self._written(ids, model_kwargs, use_cache=False)}).logits"
+        return f"model({arguments(ids, model_kwargs)})"
 
-    def control_line(self, ids: Tensor | str, **told: Tensor) -> str:
+    def control_line(self, ids: Tensor | str, **model_kwargs: Tensor) -> str:
         """As its users call it; that all logits are asked for is no matter of the cache."""
         asks = (
             dataclasses.replace(self.way, asks="logits")
@@ -590,9 +596,9 @@ class ModelSubject(Subject):
         before, self.way = self.way, asks
         try:
             return (
-                f"model({self._written(ids, told, 1, use_cache=False)}).logits"
+                f"model({self._written(ids, model_kwargs, 1, use_cache=False)}).logits"
                 if self.native
-                else self.plain_line(ids, **told)
+                else self.plain_line(ids, **model_kwargs)
             )
         finally:
             self.way = before

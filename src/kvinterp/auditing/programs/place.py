@@ -157,11 +157,11 @@ def placed(subject: ModelSubject, program: Program) -> Place | None:
         judge(logits, ids, mask, *given, **more)
         state["start"] = len(seen)
 
-    def aside(*given: Any, **told: Any) -> Tensor:
+    def aside(*given: Any, **named: Any) -> Tensor:
         # The reference is no forward of the program.
         before = len(seen)
         try:
-            return plain(*given, **told)
+            return plain(*given, **named)
         finally:
             del seen[before:]
 
@@ -184,7 +184,7 @@ def placed(subject: ModelSubject, program: Program) -> Place | None:
         # It is the forward without a cache that is wrong.
         seen.clear()
         with subject.running(), heard(subject.adapter.source, seen):
-            subject.plain(run.ids, **run.told(run.mask, run.mask.shape[1]))
+            subject.plain(run.ids, **run.model_kwargs(run.mask, run.mask.shape[1]))
         return _first(subject, seen, run.mask, run.texts)
     if "stop" not in state:
         return None

@@ -113,7 +113,7 @@ class Rows:
                     f"rows(..., {name}={getattr(self, name)}) was given: expected one of {', '.join(known)}."
                 )
 
-    def tells(
+    def model_kwargs(
         self, mask: Tensor, width: int, padded: bool, takes: Collection[str], offset: int | None
     ) -> dict[str, Tensor]:
         """The mask and positions that the forward of the newest columns is given.

@@ -164,8 +164,10 @@ class Run:
         try:
             self._excuse(self.ids[:, :0], self.mask[:, :0])
         except PlainError:
-            told = self.told(self.mask, self.mask.shape[1])
-            plain = self.subject.plain_line(self.lines.columns(self.ids, self.ids[:, :0]), **told)
+            model_kwargs = self.model_kwargs(self.mask, self.mask.shape[1])
+            plain = self.subject.plain_line(
+                self.lines.columns(self.ids, self.ids[:, :0]), **model_kwargs
+            )
             self.lines.append(f"logits = {plain}")
             self.lines.control, self.wrong = "", self.off
             return WRONG, f"{self.wrong}"
@@ -314,13 +316,13 @@ class Run:
             for place, token in enumerate(new, begin)
         ]
 
-    def told(self, mask: Tensor, width: int) -> dict[str, Tensor]:
+    def model_kwargs(self, mask: Tensor, width: int) -> dict[str, Tensor]:
         """The mask and positions that the forward of the newest columns is given."""
         subject = self.subject
-        told = self.program.rows.tells(
+        model_kwargs = self.program.rows.model_kwargs(
             mask, width, bool((mask == 0).any()), subject.takes, subject.offset
         )
-        return {**told, **subject.reads(self.begins)}
+        return {**model_kwargs, **subject.reads(self.begins)}
 
     def forward(self, ids: Tensor, mask: Tensor, cache: Any, later: Tensor | None = None) -> Any:
         """New columns on a cache, judged; returns the cache behind them.
@@ -338,15 +340,15 @@ class Run:
             self.turn()
         self.turns_next = width == 1
         self.pending = ids, mask
-        told = self.told(full, width)
+        model_kwargs = self.model_kwargs(full, width)
         self.lines.note(f"ids = {self.lines.columns(self.ids, ids)}")
         columns = self.lines.columns(torch.cat([self.ids, ids], 1), ids[:, :0])
-        plain = self.subject.control_line(columns, **self.told(full, full.shape[1]))
-        line = self.subject.feed_line(ids, "no" if cache is None else "yes", **told)
+        plain = self.subject.control_line(columns, **self.model_kwargs(full, full.shape[1]))
+        line = self.subject.feed_line(ids, "no" if cache is None else "yes", **model_kwargs)
         kept = self.program.rows.kept(width)
         some = "" if kept is None else f"[:, {kept}]"
         self.lines.judged(FED, columns, f"logits = {plain}[:, -{width}:]{some}", line)
-        logits, cache = self.subject.feed(ids, cache, **told)
+        logits, cache = self.subject.feed(ids, cache, **model_kwargs)
         self.judge(logits, ids, mask, later, kept=kept)
         self.reaches(at_once=width if self.filled and width > 1 else 0)
         return cache
@@ -355,7 +357,7 @@ class Run:
         """What a forward is called in the list of uses; ``padding``: what pads it ever had,
         ``padded``: whether it has some.
         """
-        told, alone = self.program.rows.told, "mask alone"
+        given, alone = self.program.rows.told, "mask alone"
         if ways := self.program.rows.ways:
             return f"{ways}{' on a filled cache' * self.filled}{PADDED * bool(padding)}"
         name = "prompt" if not self.filled else "decode step" if width == 1 else "several chunks"
@@ -363,14 +365,14 @@ class Run:
             parts = [
                 padding,
                 *["in a later part"] * (self.filled and padded),
-                *[alone] * (told == "mask_alone"),
+                *[alone] * (given == "mask_alone"),
             ]
             return ", ".join(parts)
         if len(self.texts) > 1:
             return "batch" if name != "several chunks" else "batch, several chunks"
-        if told == "needed" or name == "several chunks" or not self.subject.takes:
+        if given == "needed" or name == "several chunks" or not self.subject.takes:
             return name
-        return {"positions": "positions given", "all": "mask and positions given"}.get(told, alone)
+        return {"positions": "positions given", "all": "mask and positions given"}.get(given, alone)
 
     def judge(
         self,
@@ -522,8 +524,8 @@ class Run:
         off too.
         """
         full, fed = torch.cat([self.mask, mask], 1), torch.cat([self.ids, ids], 1)
-        told = self.told(full, full.shape[1])
-        out = self.subject.plain_as_called(fed, **told)
+        model_kwargs = self.model_kwargs(full, full.shape[1])
+        out = self.subject.plain_as_called(fed, **model_kwargs)
         off = 0.0
         for row, text in enumerate(self.texts):
             real = full[row].nonzero().flatten().tolist()

@@ -158,13 +158,13 @@ def drawn(draw: random.Random, subject: Subject, beyond: str = "no") -> Program:
         step = kind.drawn(draw, rows, subject, beyond)
         if columns + step.columns <= subject.room:
             made, columns = [*made, step], columns + step.columns
-    pads, told = tuple(draw.randint(0, most) for _ in range(rows)), draw.choice(TOLD)
+    pads, given = tuple(draw.randint(0, most) for _ in range(rows)), draw.choice(TOLD)
     cache, pad, tokens = (
         draw.choice(["own", *subject.caches]),
         draw.choice(PADS),
         draw.choice(["plain", *TOKENS]),
     )
-    begun = Rows(pads, told=told, cache=cache, pad=pad, tokens=tokens, beyond=beyond)
+    begun = Rows(pads, told=given, cache=cache, pad=pad, tokens=tokens, beyond=beyond)
     rows_of = _called(begun, tuple(made), subject)
     rows_of = rows_of if subject.offers(rows_of) else dataclasses.replace(rows_of, told=TOLD[0])
     # Where rows begin otherwise, a seed says which of them is the first.
@@ -258,9 +258,9 @@ def _called_plainly(subject: Subject, one: Run) -> Run:
     calling is no part of it.
     """
     rows = one.program.rows
-    told = TOLD[0] if rows.told in MASKS else rows.told
+    given = TOLD[0] if rows.told in MASKS else rows.told
     plain = dataclasses.replace(
-        rows, told=told, fed=Rows.fed, asks=Rows.asks, attention=Rows.attention
+        rows, told=given, fed=Rows.fed, asks=Rows.asks, attention=Rows.attention
     )
     if plain == rows:
         return one

@@ -35,7 +35,7 @@ AUDIO, SECOND = 64, 4000
 """Frames and samples of sound, where the encoder's config does not say how many it takes."""
 REVERSED = ((-1,), (0, -1))
 """Along which axes the numbers of an image are turned round to make others of it."""
-TOLD = ("input_ids", "attention_mask", "position_ids")
+FORWARD_KEYWORDS = ("input_ids", "attention_mask", "position_ids")
 """What a processor gives that programs say themselves."""
 CACHES = ("past_key_values", "cache")
 """What transformers calls the argument that takes a cache."""
@@ -63,33 +63,40 @@ class SourcedSubject(ModelSubject):
             None,
         )
 
-    def sources(self, ids: Tensor, told: Mapping[str, Tensor]) -> list[int]:
+    def sources(self, ids: Tensor, model_kwargs: Mapping[str, Tensor]) -> list[int]:
         """The source of each row; the first where nothing tells."""
-        if "source" in told:
-            return [int(one) for one in told["source"]]
+        if "source" in model_kwargs:
+            return [int(one) for one in model_kwargs["source"]]
         return [(self.place_of(row) or (0, 0))[0] for row in ids.tolist()]
 
     @abc.abstractmethod
-    def called(self, ids: Tensor, told: Mapping[str, Tensor], filled: str) -> dict[str, Any]:
+    def called(
+        self, ids: Tensor, model_kwargs: Mapping[str, Tensor], filled: str
+    ) -> dict[str, Any]:
         """What a forward is called with, but for its cache; ``filled``: ``"yes"`` where that holds
         the beginnings.
         """
 
     @abc.abstractmethod
     def written(
-        self, ids: str, rows: Sequence[int], told: Mapping[str, Tensor], filled: str, **more: object
+        self,
+        ids: str,
+        rows: Sequence[int],
+        model_kwargs: Mapping[str, Tensor],
+        filled: str,
+        **more: object,
     ) -> str:
         """The same as it is written, of rows with these sources."""
 
-    def plain(self, ids: Tensor, **told: Tensor) -> Tensor:
+    def plain(self, ids: Tensor, **model_kwargs: Tensor) -> Tensor:
         """The forward that users call with ``use_cache=False``."""
         with self.adapter.own_state([]), self.uncompiled():
-            return self.model(**self.called(ids, told, "no"), use_cache=False).logits  # type: ignore[no-any-return]
+            return self.model(**self.called(ids, model_kwargs, "no"), use_cache=False).logits  # type: ignore[no-any-return]
 
-    def feed(self, ids: Tensor, cache: Any, **told: Tensor) -> tuple[Tensor, Any]:
+    def feed(self, ids: Tensor, cache: Any, **model_kwargs: Tensor) -> tuple[Tensor, Any]:
         """The forward that users call with the cache of the call before."""
         held = {} if cache is None else {self.cache_name: cache}
-        out = self.model(**self.called(ids, told, _filled(cache)), **held, use_cache=True)
+        out = self.model(**self.called(ids, model_kwargs, _filled(cache)), **held, use_cache=True)
         return out.logits, returned_cache(out, self.adapter.takes)[1]
 
     def generate(
@@ -102,8 +109,8 @@ class SourcedSubject(ModelSubject):
         **more: Any,
     ) -> Any:
         """Transformers' own ``generate()``: greedy, so many tokens, none of them an end."""
-        told = {} if mask is None else self.numbered({"attention_mask": mask})
-        known = self.called(prompt, {**told, **self.reads(begins)}, _filled(cache))
+        model_kwargs = {} if mask is None else self.numbered({"attention_mask": mask})
+        known = self.called(prompt, {**model_kwargs, **self.reads(begins)}, _filled(cache))
         known |= {} if cache is None else {self.cache_name: cache}
         known |= {name: more.pop(name) for name in ("assistant_model",) if name in more}
         chosen = self._greedy(count, **self.begun(prompt, begins, known), **more)
@@ -117,24 +124,24 @@ class SourcedSubject(ModelSubject):
         """
         return {}
 
-    def numbered(self, told: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def numbered(self, model_kwargs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The mask that ``generate()`` is told, and positions where it does not number a row's own
         tokens by itself.
         """
-        return dict(told)
+        return dict(model_kwargs)
 
-    def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
+    def feed_line(self, ids: Tensor, cached: str, **model_kwargs: Tensor) -> str:
         """As its users call it."""
         held = {} if cached == "no" else {self.cache_name: "cache"}
-        rows, given = self.sources(ids, told), f"torch.tensor({ids.tolist()})"
-        line = self.written(given, rows, told, cached, **held, use_cache=True)
+        rows, given = self.sources(ids, model_kwargs), f"torch.tensor({ids.tolist()})"
+        line = self.written(given, rows, model_kwargs, cached, **held, use_cache=True)
         return f"out = model({line}); logits, cache = out.logits, out.{self.cache_name}"
 
-    def plain_line(self, ids: Tensor | str, **told: Tensor) -> str:
+    def plain_line(self, ids: Tensor | str, **model_kwargs: Tensor) -> str:
         """As its users call it."""
         given = ids if isinstance(ids, str) else f"torch.tensor({ids.tolist()})"
-        rows = self.sources(torch.empty(0, 0), told)
-        return f"model({self.written(given, rows, told, 'no', use_cache=False)}).logits"
+        rows = self.sources(torch.empty(0, 0), model_kwargs)
+        return f"model({self.written(given, rows, model_kwargs, 'no', use_cache=False)}).logits"
 
     control_line = plain_line
 
@@ -142,15 +149,13 @@ class SourcedSubject(ModelSubject):
         self,
         prompt: str,
         begins: Sequence[tuple[int, ...]],
-        told: Mapping[str, Tensor],
+        model_kwargs: Mapping[str, Tensor],
         **more: object,
     ) -> str:
         """As its users call it."""
         reads = self.reads(begins)
-        told = {**self.numbered(told), **reads}
-        return (
-            f"model.generate({self.written(prompt, reads['source'].tolist(), told, 'no', **more)})"
-        )
+        model_kwargs = {**self.numbered(model_kwargs), **reads}
+        return f"model.generate({self.written(prompt, reads['source'].tolist(), model_kwargs, 'no', **more)})"
 
 
 def _filled(cache: Any) -> str:
@@ -299,24 +304,27 @@ class EncoderDecoderSubject(SourcedSubject):
             )
         return {"decoder_start_token_id": int(prompt[0, 0])}
 
-    def numbered(self, told: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def numbered(self, model_kwargs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """For a decoder generate() numbers the columns, where the forwards beside it are told the
         numbers of a row's tokens.
         """
-        if self.offset is None or not self.plainly or "attention_mask" not in told:
-            return dict(told)
+        if self.offset is None or not self.plainly or "attention_mask" not in model_kwargs:
+            return dict(model_kwargs)
         return {
-            **told,
-            "position_ids": (told["attention_mask"].cumsum(-1) - 1).clamp(min=0) + self.offset,
+            **model_kwargs,
+            "position_ids": (model_kwargs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+            + self.offset,
         }
 
-    def called(self, ids: Tensor, told: Mapping[str, Tensor], filled: str) -> dict[str, Any]:
+    def called(
+        self, ids: Tensor, model_kwargs: Mapping[str, Tensor], filled: str
+    ) -> dict[str, Any]:
         """The decoder's tokens, mask and positions, and what the encoder made of the rows'
         sources.
         """
-        given = {"decoder_input_ids": ids, **_of_decoder(told)}
-        rows = self.sources(ids, told)
-        if len(rows) == 1 and "source" not in told:
+        given = {"decoder_input_ids": ids, **_of_decoder(model_kwargs)}
+        rows = self.sources(ids, model_kwargs)
+        if len(rows) == 1 and "source" not in model_kwargs:
             return {
                 **given,
                 "encoder_outputs": self.encoded(last_hidden_state=self._alone_states[rows[0]]),
@@ -329,11 +337,16 @@ class EncoderDecoderSubject(SourcedSubject):
         }
 
     def written(
-        self, ids: str, rows: Sequence[int], told: Mapping[str, Tensor], filled: str, **more: object
+        self,
+        ids: str,
+        rows: Sequence[int],
+        model_kwargs: Mapping[str, Tensor],
+        filled: str,
+        **more: object,
     ) -> str:
         """As its users call it."""
-        given = arguments(f"decoder_input_ids={ids}", _of_decoder(told), **more)
-        if len(rows) == 1 and "source" not in told:
+        given = arguments(f"decoder_input_ids={ids}", _of_decoder(model_kwargs), **more)
+        if len(rows) == 1 and "source" not in model_kwargs:
             return f"{given}, encoder_outputs=type(outputs[0])(last_hidden_state=states[{rows[0]}])"
         return f"{given}, **source({', '.join(map(str, rows))})"
 
@@ -341,18 +354,18 @@ class EncoderDecoderSubject(SourcedSubject):
         self,
         prompt: str,
         begins: Sequence[tuple[int, ...]],
-        told: Mapping[str, Tensor],
+        model_kwargs: Mapping[str, Tensor],
         **more: object,
     ) -> str:
         """As its users call it."""
         more = {**more, "decoder_start_token_id": f"int({prompt}[0, 0])"}
         if self.padded:
-            return super().generate_line(prompt, begins, told, **more)
+            return super().generate_line(prompt, begins, model_kwargs, **more)
         rows = self.reads(begins)["source"].tolist()
         read = f"torch.cat([sources[row] for row in {rows}])"
         return (
             f"model.generate({self.reads_as}={read}, "
-            f"{arguments(f'decoder_input_ids={prompt}', _of_decoder(self.numbered(told)), **more)})"
+            f"{arguments(f'decoder_input_ids={prompt}', _of_decoder(self.numbered(model_kwargs)), **more)})"
         )
 
 
@@ -394,7 +407,7 @@ class PromptSubject(SourcedSubject):
             )
         super().__init__(adapter, lifted)
         self.inputs = [
-            {name: self._cast(value) for name, value in one.items() if name not in TOLD}
+            {name: self._cast(value) for name, value in one.items() if name not in FORWARD_KEYWORDS}
             for one in self.inputs
         ]
         self.known = adapter.facts.vocabulary
@@ -438,7 +451,9 @@ class PromptSubject(SourcedSubject):
         # transformers hooks what reads images at the first of them, and what is hooked later is
         # taken off with a program's state.
         given = {
-            name: self._cast(value) for name, value in self.inputs[0].items() if name not in TOLD
+            name: self._cast(value)
+            for name, value in self.inputs[0].items()
+            if name not in FORWARD_KEYWORDS
         }
         with torch.no_grad(), casts_lifted(self.lifted):
             self.model(
@@ -456,11 +471,13 @@ class PromptSubject(SourcedSubject):
         value = torch.as_tensor(value).to(self.device)
         return value.to(self.adapter.dtype) if value.is_floating_point() else value
 
-    def called(self, ids: Tensor, told: Mapping[str, Tensor], filled: str) -> dict[str, Any]:
+    def called(
+        self, ids: Tensor, model_kwargs: Mapping[str, Tensor], filled: str
+    ) -> dict[str, Any]:
         """The tokens, and what the prompts among them hold besides."""
         given = {
             "input_ids": ids,
-            **{name: value for name, value in told.items() if name != "source"},
+            **{name: value for name, value in model_kwargs.items() if name != "source"},
         }
         found = [] if filled == "yes" else [self.place_of(row) for row in ids.tolist()]
         at = [(row, *place) for row, place in enumerate(found) if place is not None]
@@ -475,13 +492,18 @@ class PromptSubject(SourcedSubject):
         return given
 
     def written(
-        self, ids: str, rows: Sequence[int], told: Mapping[str, Tensor], filled: str, **more: object
+        self,
+        ids: str,
+        rows: Sequence[int],
+        model_kwargs: Mapping[str, Tensor],
+        filled: str,
+        **more: object,
     ) -> str:
         """As its users call it."""
-        told = {name: value for name, value in told.items() if name != "source"}
+        model_kwargs = {name: value for name, value in model_kwargs.items() if name != "source"}
         if filled == "yes":
-            return arguments(ids, told, **more)
-        return arguments(f"**source({ids}, {', '.join(map(str, rows))})", told, **more)
+            return arguments(ids, model_kwargs, **more)
+        return arguments(f"**source({ids}, {', '.join(map(str, rows))})", model_kwargs, **more)
 
 
 def _flipped(value: Any, axes: tuple[int, ...]) -> Any:
@@ -489,8 +511,8 @@ def _flipped(value: Any, axes: tuple[int, ...]) -> Any:
     return value.flip(axes) if value.is_floating_point() else value
 
 
-def _of_decoder(told: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"decoder_{name}": value for name, value in told.items() if name != "source"}
+def _of_decoder(model_kwargs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"decoder_{name}": value for name, value in model_kwargs.items() if name != "source"}
 
 
 def _encoded_inputs(

@@ -189,13 +189,13 @@ class Subject(abc.ABC):
         self._among: dict[int, float] = {}
 
     @abc.abstractmethod
-    def plain(self, ids: Tensor, **told: Tensor) -> Tensor:
-        """Logits of every column without a cache, ``[row, column, vocabulary]``; ``told``: mask and
+    def plain(self, ids: Tensor, **model_kwargs: Tensor) -> Tensor:
+        """Logits of every column without a cache, ``[row, column, vocabulary]``; ``model_kwargs``: mask and
         positions.
         """
 
     @abc.abstractmethod
-    def feed(self, ids: Tensor, cache: Any, **told: Tensor) -> tuple[Tensor, Any]:
+    def feed(self, ids: Tensor, cache: Any, **model_kwargs: Tensor) -> tuple[Tensor, Any]:
         """Logits of new columns, and the cache behind them; None is a new one."""
 
     @contextlib.contextmanager
@@ -219,15 +219,15 @@ class Subject(abc.ABC):
         """Inside, forwards are called as these rows say."""
         yield
 
-    def plain_as_called(self, ids: Tensor, **told: Tensor) -> Tensor:
+    def plain_as_called(self, ids: Tensor, **model_kwargs: Tensor) -> Tensor:
         """What :meth:`plain` gives where the forward is called as the program's are, but for the
         cache.
         """
-        return self.plain(ids, **told)
+        return self.plain(ids, **model_kwargs)
 
-    def control_line(self, ids: Tensor | str, **told: Tensor) -> str:
+    def control_line(self, ids: Tensor | str, **model_kwargs: Tensor) -> str:
         """The expression that :meth:`plain_as_called` stands for."""
-        return self.plain_line(ids, **told)
+        return self.plain_line(ids, **model_kwargs)
 
     def reads(self, begins: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
         """What forwards are told of rows whose texts begin so, where they read something
@@ -235,13 +235,13 @@ class Subject(abc.ABC):
         """
         return {}
 
-    def feed_line(self, ids: Tensor, cached: str, **told: Tensor) -> str:
+    def feed_line(self, ids: Tensor, cached: str, **model_kwargs: Tensor) -> str:
         """The line of Python that :meth:`feed` stands for; ``cached``: ``"yes"`` where there is a
         cache already.
         """
         return f"logits, cache = step({arguments(ids)}, {'cache' if cached == 'yes' else None})"
 
-    def plain_line(self, ids: Tensor | str, **told: Tensor) -> str:
+    def plain_line(self, ids: Tensor | str, **model_kwargs: Tensor) -> str:
         """The expression that :meth:`plain` stands for."""
         return f"full({arguments(ids)})"
 
@@ -370,18 +370,20 @@ class Subject(abc.ABC):
         mixed = list(text)
         for n in range(1, len(text), 2):
             mixed[n] = tokens[n // 2 % len(tokens)] if tokens else mixed[n]
-        told = (
+        model_kwargs = (
             {"attention_mask": self.tensor([[1] * len(text)])}
             if "attention_mask" in self.takes
             else {}
         )
         if self.offset is not None:
-            told["position_ids"] = self.tensor([range(self.offset, self.offset + len(text))])
-        if not tokens or not told:
+            model_kwargs["position_ids"] = self.tensor(
+                [range(self.offset, self.offset + len(text))]
+            )
+        if not tokens or not model_kwargs:
             return tokens
         try:
             with self.running():
-                off = apart(self.plain(self.tensor([mixed]), **told)[0], self.alone(mixed))
+                off = apart(self.plain(self.tensor([mixed]), **model_kwargs)[0], self.alone(mixed))
         except Exception:  # What it raises says that it takes one otherwise.
             off = float("inf")
         if off <= self.limit:
@@ -407,12 +409,12 @@ class Subject(abc.ABC):
         for offset in (0, self.pad + 1):
             try:
                 with self.running():
-                    told = self.plain(
+                    numbered = self.plain(
                         self.tensor([text]),
                         position_ids=self.tensor([range(offset, offset + len(text))]),
                     )[0]
             except Exception:  # It means something else by positions, so they are not told.
                 continue
-            if apart(told, whole) <= self.limit:
+            if apart(numbered, whole) <= self.limit:
                 return offset
         return None

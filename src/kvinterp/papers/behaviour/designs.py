@@ -75,10 +75,10 @@ def designed(name: str, base: str, rms: float, facts: ModelInfo) -> Design:
     heads = [placed(base, heads=(head,)) for head in range(facts.kv_heads)]
     rest = -1.0 / max(len(heads) - 1, 1)
     # One of two heads says it of the other.
-    told = heads if len(heads) > 2 else heads[:-1]
+    contrasted = heads if len(heads) > 2 else heads[:-1]
     contrasts = {
         f"KV head {number} against the others": {one: 1.0 if one == head else rest for one in heads}
-        for number, head in enumerate(told)
+        for number, head in enumerate(contrasted)
     }
     return Design(tuple(heads), contrasts)
 

@@ -41,7 +41,7 @@ class Measure:
     column: str
     unit: str = "share"
 
-    def told(self, mean: Any) -> Any:
+    def in_unit(self, mean: Any) -> Any:
         """The score of a mean."""
         return np.exp(mean) if self.unit == "nats" else mean
 
@@ -143,12 +143,12 @@ def contrasted(
 
 def _compared(mine: np.ndarray, control: np.ndarray, measure: Measure) -> dict[str, Any]:
     def ratio(a: np.ndarray, b: np.ndarray) -> Any:
-        return 100 * measure.told(a.mean()) / measure.told(b.mean())
+        return 100 * measure.in_unit(a.mean()) / measure.in_unit(b.mean())
 
     def difference(a: np.ndarray, b: np.ndarray) -> Any:
-        return measure.told(a.mean()) - measure.told(b.mean())
+        return measure.in_unit(a.mean()) - measure.in_unit(b.mean())
 
-    value, of_control = (measure.told(scores.mean()) for scores in (mine, control))
+    value, of_control = (measure.in_unit(scores.mean()) for scores in (mine, control))
     percent = (
         (ratio(mine, control), *_interval(ratio, mine, control)) if of_control else (np.nan,) * 3
     )

@@ -178,11 +178,11 @@ class Localisation(OfModels):
             "only": [example],
             "progress": "none",
         }
-        tables, told = list[Tables](), dict[str, Any]()
+        tables, summaries = list[Tables](), dict[str, Any]()
         for part in dict.fromkeys(self.part):
             if part == SPLIT:
                 split = decompose(adapter, prompts, **options)
-                made, told[part] = (
+                made, summaries[part] = (
                     {"decomposition": split.steps, "layers": split.layers},
                     split.provenance,
                 )
@@ -193,17 +193,17 @@ class Localisation(OfModels):
                     "steps": swept.steps,
                     "controls": swept.controls,
                 }
-                told[part] = swept.provenance
+                summaries[part] = swept.provenance
             labels = {"model": adapter.facts.name, "part": part}
             tables.append(
                 {name: table.assign(**labels) for name, table in made.items() if len(table)}
             )
-        return stacked(tables), {"model": adapter.facts.name, "parts": told}
+        return stacked(tables), {"model": adapter.facts.name, "parts": summaries}
 
     def reduce(self, parts: Parts) -> Result:
         """The sweeps and the split of every model, and their tables one below the other."""
-        tables, told = gathered(parts)
-        found = found_in(tables, told)
+        tables, summaries = gathered(parts)
+        found = found_in(tables, summaries)
         said = [
             {"model": model, "part": part, **one.summary()} for (model, part), one in found.items()
         ]
@@ -215,7 +215,7 @@ class Localisation(OfModels):
             "decompositions": [one for one in said if one["part"] == SPLIT],
             "by_layer": tables["recovery_by_layer"].to_dict("records"),
             "provenance": self.provenances(),
-            "told": told,
+            "told": summaries,
         }
         return Result(tables, summary)
 
@@ -257,8 +257,8 @@ class Localisation(OfModels):
 
     def charts(self, result: Result) -> Charts:
         """The map of all patches, and of each model the paper's patch by example and the split."""
-        told, charts = result.summary["told"], dict[str, Chart]()
-        found, table = found_in(result.tables, told), result.tables["recovery_by_layer"]
+        summaries, charts = result.summary["told"], dict[str, Chart]()
+        found, table = found_in(result.tables, summaries), result.tables["recovery_by_layer"]
         if len(table):
             measures = {
                 part: RECOVERED[one.provenance["distance"]]
@@ -289,7 +289,7 @@ class Localisation(OfModels):
                 if part in ("paper", SPLIT)
                 else ()
             ):
-                charts[f"localisation_{part}_{[*told].index(model)}"] = chart
+                charts[f"localisation_{part}_{[*summaries].index(model)}"] = chart
         return charts
 
 
@@ -302,18 +302,20 @@ def _all_layers(rows: pd.DataFrame) -> list[Finding]:
 
 def gathered(parts: Parts) -> Made:
     """The tables of all models and parts, and what each part was run with, by model and part."""
-    told: dict[str, Any] = {}
+    summaries: dict[str, Any] = {}
     for _, about in those(parts, _PATCHED).values():
-        told.setdefault(about["model"], about["parts"])
-    return joined(parts, _PATCHED), told
+        summaries.setdefault(about["model"], about["parts"])
+    return joined(parts, _PATCHED), summaries
 
 
-def found_in(tables: Tables, told: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
+def found_in(
+    tables: Tables, summaries: Mapping[str, Mapping[str, Any]]
+) -> dict[tuple[str, str], Any]:
     """The sweep of each model and part, or its split, of what :func:`gathered` gives."""
     found: dict[tuple[str, str], Any] = {}
     parted = {name: table for name, table in tables.items() if "part" in table}
     for model, part, about in (
-        (model, *pair) for model, parts in told.items() for pair in parts.items()
+        (model, *pair) for model, parts in summaries.items() for pair in parts.items()
     ):
         own = {
             name: only(table, model=model, part=part).drop(columns=["model", "part"])

@@ -134,10 +134,10 @@ def another_prompt(run: Run, width: int) -> Tensor:
 def serve(run: Run, ids: Tensor, kept: str = "yes") -> Any:
     """Serves another request on a cache of its own, which is given back."""
     needs_two_caches(run)
-    told = run.subject.reads(run.subject.begins[-1:])
-    line = run.subject.feed_line(ids, "no", **told)
+    model_kwargs = run.subject.reads(run.subject.begins[-1:])
+    line = run.subject.feed_line(ids, "no", **model_kwargs)
     run.lines += [line] if kept == "yes" else ["kept = cache", line, "cache = kept"]
-    return run.subject.feed(ids, None, **told)[1]
+    return run.subject.feed(ids, None, **model_kwargs)[1]
 
 
 def serve_batch(run: Run, width: int, singly: int) -> None:
@@ -163,12 +163,12 @@ def serve_batch(run: Run, width: int, singly: int) -> None:
     run.lines += ["kept = cache"] * run.filled
     for end in range(min(width, columns), columns + 1):
         begin = 0 if cache is None else end - 1
-        told = run.program.rows.tells(
+        model_kwargs = run.program.rows.model_kwargs(
             mask[:, :end], end - begin, any(pads), subject.takes, subject.offset
         )
-        told |= subject.reads(run.begins)
+        model_kwargs |= subject.reads(run.begins)
         run.lines.append(
-            subject.feed_line(ids[:, begin:end], "no" if cache is None else "yes", **told)
+            subject.feed_line(ids[:, begin:end], "no" if cache is None else "yes", **model_kwargs)
         )
-        cache = subject.feed(ids[:, begin:end], cache, **told)[1]
+        cache = subject.feed(ids[:, begin:end], cache, **model_kwargs)[1]
     run.lines += ["cache = kept"] * run.filled

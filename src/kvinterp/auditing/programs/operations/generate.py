@@ -162,10 +162,10 @@ class Generate(Operation):
         # An encoder-decoder's generate() makes no mask of its own, by which it tells old columns
         # from new ones.
         needed = needed or (run.filled and "source" in run.subject.reads(run.begins))
-        told = full if needed and "attention_mask" in run.subject.takes else None
+        attention_mask = full if needed and "attention_mask" in run.subject.takes else None
         name = f"{name}{PADDED}" if padded else name
         try:
-            end = self._end(run, prompt, told) if self.how == "ends" else None
+            end = self._end(run, prompt, attention_mask) if self.how == "ends" else None
         except Exception:
             run.tries(name)  # What the model raises is said of this use.
             raise
@@ -177,22 +177,25 @@ class Generate(Operation):
         run.tries(name)
         lengths = [len(text) for text in run.texts]
         given: Any = prompt if texts is None else texts
-        run.pending, run.without = (ids, mask), lambda: self._uncached(run, given, told, lengths)
+        run.pending, run.without = (
+            (ids, mask),
+            lambda: self._uncached(run, given, attention_mask, lengths),
+        )
         if run.subject.native and self.how in ON_THE_CACHE:
-            self._on_the_cache(run, ids, mask, ids if self.how == "new" else prompt, told)
+            self._on_the_cache(run, ids, mask, ids if self.how == "new" else prompt, attention_mask)
             return
         if run.subject.native:
-            self._apart(run, ids, mask, prompt, told, end)
+            self._apart(run, ids, mask, prompt, attention_mask, end)
         else:
-            self._by_transformer_lens(run, ids, mask, told if padded else None, given)
+            self._by_transformer_lens(run, ids, mask, attention_mask if padded else None, given)
         back()
 
-    def _end(self, run: Run, prompt: Tensor, told: Tensor | None) -> int | None:
+    def _end(self, run: Run, prompt: Tensor, attention_mask: Tensor | None) -> int | None:
         """A token with which one row ends two tokens or more before another does; None where all go
         on alike.
         """
         new = (
-            run.subject.generate(prompt, self.count, told, begins=run.begins)
+            run.subject.generate(prompt, self.count, attention_mask, begins=run.begins)
             .sequences[:, -self.count :]
             .tolist()
         )
@@ -222,7 +225,7 @@ class Generate(Operation):
         return fed
 
     def _on_the_cache(
-        self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, told: Tensor | None
+        self, run: Run, ids: Tensor, mask: Tensor, prompt: Tensor, attention_mask: Tensor | None
     ) -> None:
         run.turn()
         run.turns_next = self.count > 1
@@ -230,9 +233,15 @@ class Generate(Operation):
         more = {"prefill_chunk_size": CHUNK} if self.how == "chunks" else {}
         whole = run.lines.columns(run.ids, ids)
         self._write(
-            run, whole, f"torch.tensor({ids.tolist()})" if self.how == "new" else whole, told, more
+            run,
+            whole,
+            f"torch.tensor({ids.tolist()})" if self.how == "new" else whole,
+            attention_mask,
+            more,
         )
-        out = run.subject.generate(prompt, self.count, told, run.cache, begins=run.begins, **more)
+        out = run.subject.generate(
+            prompt, self.count, attention_mask, run.cache, begins=run.begins, **more
+        )
         fed = self._took(
             run, ids, mask, out.sequences[:, -self.count :], torch.stack(out.logits, 1)
         )
@@ -253,7 +262,7 @@ class Generate(Operation):
         ids: Tensor,
         mask: Tensor,
         prompt: Tensor,
-        told: Tensor | None,
+        attention_mask: Tensor | None,
         end: int | None,
     ) -> None:
         known: dict[str, dict[str, Any]] = {
@@ -267,7 +276,7 @@ class Generate(Operation):
         }
         given = known.get(self.how, {})
         whole = run.lines.columns(run.ids, ids)
-        self._write(run, whole, whole, told, given)
+        self._write(run, whole, whole, attention_mask, given)
         given |= self._embedded(run, prompt)
         with contextlib.ExitStack() as aside:
             if given.get("do_sample"):
@@ -280,7 +289,9 @@ class Generate(Operation):
             if self.how in ("assistant", "sampled_assistant"):
                 aside.enter_context(run.subject.adapter.own_state([]))
                 given["assistant_model"] = self._assistant(run.model)
-            out = run.subject.generate(prompt, self.count, told, begins=run.begins, **given)
+            out = run.subject.generate(
+                prompt, self.count, attention_mask, begins=run.begins, **given
+            )
         logits = torch.stack(out.logits, 1)
         new = out.sequences[:, -logits.shape[1] if self.how == "ends" else -self.count :]
         if self.how == "beams":
@@ -295,21 +306,30 @@ class Generate(Operation):
         )
 
     def _by_transformer_lens(
-        self, run: Run, ids: Tensor, mask: Tensor, told: Tensor | None, given: Any
+        self, run: Run, ids: Tensor, mask: Tensor, attention_mask: Tensor | None, given: Any
     ) -> None:
         """TransformerLens's own loop, on a cache of its own."""
-        self._write_transformer_lens(run, given, told)
-        made, forwards = self._looped(run, given, self.count, "yes", told)
+        self._write_transformer_lens(run, given, attention_mask)
+        made, forwards = self._looped(run, given, self.count, "yes", attention_mask)
         logits = torch.stack([forward.logits for forward in forwards], 1)
         self._took(run, ids, mask, made[:, ids.shape[1] :], logits)
 
-    def _looped(self, run: Run, given: Any, count: int, cached: str, told: Tensor | None) -> Any:
+    def _looped(
+        self, run: Run, given: Any, count: int, cached: str, attention_mask: Tensor | None
+    ) -> Any:
         found = self.how in UNEQUAL
         return generate(
-            run.model, given, count, cached, None if found else told, "yes" if found else "no"
+            run.model,
+            given,
+            count,
+            cached,
+            None if found else attention_mask,
+            "yes" if found else "no",
         )
 
-    def _uncached(self, run: Run, prompt: Any, told: Tensor | None, lengths: list[int]) -> float:
+    def _uncached(
+        self, run: Run, prompt: Any, attention_mask: Tensor | None, lengths: list[int]
+    ) -> float:
         """How far the first logits of ``generate(use_cache=False)`` are from the plain forward."""
         subject = run.subject
         if subject.native:
@@ -317,14 +337,14 @@ class Generate(Operation):
                 given = self._embedded(run, prompt)
                 begins = run.begins[:: max(1, len(run.texts) // len(prompt))]
                 logits = subject.generate(
-                    prompt, self.count, told, begins=begins, use_cache=False, **given
+                    prompt, self.count, attention_mask, begins=begins, use_cache=False, **given
                 ).logits[0]
         else:
-            logits = self._looped(run, prompt, 1, "no", told)[1][0].logits
+            logits = self._looped(run, prompt, 1, "no", attention_mask)[1][0].logits
         if self.how == "beside":
             # Where the other ids are what is read, the embeddings are not, and no cache is asked
             # about.
-            full = torch.ones_like(prompt) if told is None else told
+            full = torch.ones_like(prompt) if attention_mask is None else attention_mask
             read = [
                 row[kept.bool()].tolist() for row, kept in zip(prompt.roll(1, 1), full, strict=True)
             ]
@@ -358,7 +378,12 @@ class Generate(Operation):
         return helper
 
     def _write(
-        self, run: Run, whole: str, prompt: str, told: Tensor | None, given: dict[str, Any]
+        self,
+        run: Run,
+        whole: str,
+        prompt: str,
+        attention_mask: Tensor | None,
+        given: dict[str, Any],
     ) -> None:
         """Adds the lines.
 
@@ -366,10 +391,10 @@ class Generate(Operation):
             run: The program.
             whole: All columns, as they are written.
             prompt: Those that ``generate()`` is given.
-            told: The mask.
+            attention_mask: The mask.
             given: What else it is given.
         """
-        mask = {} if told is None else {"attention_mask": told}
+        mask = {} if attention_mask is None else {"attention_mask": attention_mask}
         more = {name: repr(value) for name, value in given.items()}
         most = {name: str(self.count) for name in ("max_new_tokens", "min_new_tokens")}
         ends = ("eos_token_id", "pad_token_id", "min_new_tokens")
@@ -409,8 +434,12 @@ class Generate(Operation):
             int(several.get("num_return_sequences", 1)),
         )
 
-    def _write_transformer_lens(self, run: Run, given: Any, told: Tensor | None) -> None:
-        mask = {} if told is None or self.how in UNEQUAL else {"attention_mask": told}
+    def _write_transformer_lens(self, run: Run, given: Any, attention_mask: Tensor | None) -> None:
+        mask = (
+            {}
+            if attention_mask is None or self.how in UNEQUAL
+            else {"attention_mask": attention_mask}
+        )
         most = {"max_new_tokens": str(self.count), "do_sample": "False", "stop_at_eos": "False"}
         most |= {"return_type": "'tokens'", "verbose": "False"}
         prompt = f"torch.tensor({given.tolist()})" if isinstance(given, Tensor) else repr(given)

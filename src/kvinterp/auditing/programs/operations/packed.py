@@ -125,7 +125,7 @@ class Tree(_Several):
         inside = subject.tensor([n for count in self.numbers for n in range(count)])
         positions = run.mask.sum(1, keepdim=True) + inside + subject.offset
         known = (run.mask.cumsum(-1) - 1).clamp(min=0) + subject.offset
-        told = {"attention_mask": seen, "position_ids": positions}
+        model_kwargs = {"attention_mask": seen, "position_ids": positions}
         whole = {
             "attention_mask": torch.cat([before, seen], 2), "position_ids": torch.cat([known, positions], 1),
         }  # fmt: skip
@@ -138,8 +138,8 @@ class Tree(_Several):
         every = torch.cat([run.ids, new], 1)
         run.lines.append("kept = copy.deepcopy(cache)")
         control = f"logits = {subject.control_line(every, **whole)}[:, -{width}:]"
-        run.lines.judged(FED, "", control, subject.feed_line(new, "yes", **told))
-        logits, _ = subject.feed(new, copy.deepcopy(run.cache), **told)
+        run.lines.judged(FED, "", control, subject.feed_line(new, "yes", **model_kwargs))
+        logits, _ = subject.feed(new, copy.deepcopy(run.cache), **model_kwargs)
         parts, begin = [], 0
         for n, count in enumerate(self.numbers):
             parts += [

@@ -59,12 +59,12 @@ class Spoil(Operation):
         run.tries("the cache is read")
         back = run.aside()
         ids, mask = run.columns(1)
-        told = run.told(torch.cat([run.mask, mask], 1), 1)
-        before = run.subject.feed(ids, copy.deepcopy(run.cache), **told)[0]
-        after = run.subject.feed(ids, other, **told)[0]
+        model_kwargs = run.model_kwargs(torch.cat([run.mask, mask], 1), 1)
+        before = run.subject.feed(ids, copy.deepcopy(run.cache), **model_kwargs)[0]
+        after = run.subject.feed(ids, other, **model_kwargs)[0]
         back()
         if torch.equal(before, after):
-            line = run.subject.feed_line(ids, "yes", **told)
+            line = run.subject.feed_line(ids, "yes", **model_kwargs)
             run.lines += [*SPOILS, line, "before, cache = logits, kept", line]
             run.lines.ends = "print(torch.equal(before, logits))", "True"
             raise WrongError(
