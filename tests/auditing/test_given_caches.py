@@ -13,7 +13,7 @@ from command_line import kvinterp
 from command_line import wrong as refused
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.pasted import pasted
-from kvinterp.auditing.programs.search import tried
+from kvinterp.auditing.programs.search import run_program
 from kvinterp.auditing.subjects import GivenCache
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.caches import cache_named
@@ -59,14 +59,14 @@ def subject(model, cache, lossy=False):
 
 
 def one(model, cache, use, lossy=False):
-    return tried(subject(model, cache, lossy), program_named(USES.get(use, use)))
+    return run_program(subject(model, cache, lossy), program_named(USES.get(use, use)))
 
 
 @pytest.mark.parametrize("cache", [given.Copying, given.Slabs, given.InPages])
 def test_a_sound_cache_is_right_in_every_use_and_its_own_methods_moved_its_rows(model, cache):
     asked = subject(model, cache)
     for use, program in USES.items():
-        run = tried(asked, program_named(program))
+        run = run_program(asked, program_named(program))
         assert run.word == "right", run.why
         assert use in run.uses
 
@@ -127,9 +127,9 @@ def test_a_cache_of_sixteen_bits_is_held_against_the_plain_forward_where_its_cas
     with_casts = asked.subject(adapter, (torch.float32,))
     assert with_casts.lossy
     assert "loses something" in asked.notes[0]
-    assert tried(with_casts, program_named(USES["reorder_cache"])).word == "right"
+    assert run_program(with_casts, program_named(USES["reorder_cache"])).word == "right"
     undeclared = GivenCache(cache_named(given.Half)).subject(adapter, (torch.float32,))
-    assert tried(undeclared, program_named("rows(0)+feed(9)+feed(3,1)")).word == "wrong"
+    assert run_program(undeclared, program_named("rows(0)+feed(9)+feed(3,1)")).word == "wrong"
 
 
 def test_transformers_fp8_cache_is_held_against_itself_and_cannot_take_positions_back(model):

@@ -8,7 +8,7 @@ import pytest
 
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.outcome import RIGHT
-from kvinterp.auditing.programs.search import FIRST, tried
+from kvinterp.auditing.programs.search import FIRST, run_program
 from wild.__main__ import searched, untried
 from wild.making import AUTO, CAUSAL, file_of, known, subject_of, written
 from wild.page import BEYOND, COLUMNS, column_of, line_of, verdict, write
@@ -56,7 +56,7 @@ def test_rows_of_other_classes_read_a_source_each(auto, name, reads):
     subject, line = subject_of(auto, made["model"].eval())
     assert subject.name.endswith(reads)
     assert line.startswith("inputs = [dict(pixel_values=") == (auto == IMAGES)
-    assert tried(subject, program_named("rows(0+0)+feed(6)+feed(2,1)")).word == RIGHT
+    assert run_program(subject, program_named("rows(0+0)+feed(6)+feed(2,1)")).word == RIGHT
     first, second = (subject.plain(subject.tensor([[*begin, 20]]))[:, -1] for begin in subject.begins[:2])
     assert float((first - second).abs().max()) > 1e-6
 

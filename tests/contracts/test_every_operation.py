@@ -23,7 +23,7 @@ from kvinterp.auditing.programs.operations.feed import Feed
 from kvinterp.auditing.programs.operations.rows import Join
 from kvinterp.auditing.programs.outcome import REFUSED, RIGHT
 from kvinterp.auditing.programs.program import Operation, Program, Rows
-from kvinterp.auditing.programs.search import tried
+from kvinterp.auditing.programs.search import run_program
 from kvinterp.auditing.programs.sourced import EncoderDecoderSubject
 from kvinterp.auditing.programs.subject import Subject
 from kvinterp.models.caches import cache_named
@@ -68,7 +68,7 @@ EVERYWHERE = {"feed", "fork", "request", "again"}
 
 def made(kind: type[Operation], draw: random.Random, rows: int, subject: Subject) -> Operation:
     """One of this kind, drawn as an audit draws it; those that are not drawn have no number."""
-    return {Compile: Compile("eager"), Join: Join()}.get(kind) or kind.drawn(draw, rows, subject, "no")
+    return {Compile: Compile("eager"), Join: Join()}.get(kind) or kind.sample(draw, rows, subject, "no")
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
@@ -85,7 +85,7 @@ def test_every_operation_runs_or_says_that_it_is_not_offered(name, monkeypatch):
         for n in range(DRAWS):
             draw, rows = random.Random(n), 1 + n % 2 * (subject.rows > 1)
             program = Program(Rows((0,) * rows), (Feed(6), made(kind, draw, rows, subject), Feed(2, 1)))
-            run = tried(subject, program)
+            run = run_program(subject, program)
             assert run.word in (RIGHT, REFUSED), (str(program), run.why)
             assert run.word == RIGHT or run.why
         monkeypatch.setattr(kind, "do", do)

@@ -17,7 +17,7 @@ from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.operations.crop import croppable
 from kvinterp.auditing.programs.outcome import WRONG
-from kvinterp.auditing.programs.search import Searched, tried
+from kvinterp.auditing.programs.search import Searched, run_program
 from kvinterp.auditing.programs.subject import NARROW, Subject
 from kvinterp.errors import UnsupportedError, out_of_memory, reason
 from kvinterp.models import Adapter
@@ -58,7 +58,7 @@ def subject_instead(
     for one in [run for run in (*found.wrong, *found.others.values()) if run.raised]:
         with contextlib.suppress(Exception):
             own = make(adapter, ())
-            if not tried(own, one.program).raised:
+            if not run_program(own, one.program).raised:
                 return own, one.raised
     return None
 
@@ -145,7 +145,10 @@ class GivenCache:
         own, _ = widest_subject(adapter, ModelSubject)
         found = []
         for check in checks:
-            if check.status == WRONG and tried(own, program_named(check.program)).word == WRONG:
+            if (
+                check.status == WRONG
+                and run_program(own, program_named(check.program)).word == WRONG
+            ):
                 said = f"{check.detail.rstrip('.')}; so is the model's own cache in this program, which kvinterp audit places."
                 check = dataclasses.replace(check, detail=said)
             found.append(check)

@@ -32,9 +32,9 @@ from kvinterp.auditing.programs.search import (
     Searched,
     base_of,
     far,
-    least,
+    run_program,
     search,
-    tried,
+    shrink,
 )
 from kvinterp.auditing.programs.subject import ROOM, Subject, apart
 from kvinterp.auditing.subjects import GivenCache, subject_instead, widest_subject
@@ -180,7 +180,7 @@ def check_functions(
     refused = [
         Check(f"{use} in {one.program}", REFUSED, f"{one.why}.", program=str(one.program))
         for (word, use), one in found.others.items()
-        if word == REFUSED and use in found.tried
+        if word == REFUSED and use in found.right
     ]
     return found, [
         *_checks(subject, found, edges, names),
@@ -242,12 +242,12 @@ def _checks(
             tried=count,
             reach=found.reach[use],
         )
-        for use, count in found.tried.items()
+        for use, count in found.right.items()
     ]
     others = []
     for (word, _), one in found.others.items():
         given = origin if (origin := str(one.program)) in asked else ""
-        one = least(subject, one, 0) if given and word == PLAIN else one
+        one = shrink(subject, one, 0) if given and word == PLAIN else one
         # A batch of one that is off beside right ones of several is said.
         name = (
             f"{one.use}, one row"
@@ -291,7 +291,7 @@ def _wrong(subject: Subject, one: Run, status: str, ran: int) -> Check:
         # leaves out.
         numbered = Program(dataclasses.replace(one.program.rows, told="all"), one.program.steps)
         with contextlib.suppress(Exception):
-            where = {"hint": NUMBERS} if tried(subject, numbered).word == RIGHT else {}
+            where = {"hint": NUMBERS} if run_program(subject, numbered).word == RIGHT else {}
     if place is not None:
         where |= {
             "layer": place.layer,
@@ -352,7 +352,7 @@ def _narrow(
         name = dtype_name(adapter.dtype)
         return [dataclasses.replace(check, name=f"{check.name} in {name}") for check in checks]
     # In float64 fewer programs may have run: of what is wrong there too no cast is the cause.
-    right = [tried(wide, one.program).word == RIGHT for one in kept]
+    right = [run_program(wide, one.program).word == RIGHT for one in kept]
     return [
         dataclasses.replace(
             check, hint=FEWER_BITS, detail=f"{check.detail.rstrip('.')}; {FEWER_BITS}."
@@ -371,7 +371,7 @@ def _again(subject: Subject, program: Program) -> bool:
         Program(dataclasses.replace(program.rows, seed=program.rows.seed + n), program.steps)
         for n in (1, 2)
     ]
-    return all(tried(subject, other).word == WRONG for other in others)
+    return all(run_program(subject, other).word == WRONG for other in others)
 
 
 def _over(one: Run, names: Mapping[str, tuple[str, int]]) -> str:

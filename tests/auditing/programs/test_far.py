@@ -30,7 +30,7 @@ from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.outcome import PLAIN, RIGHT, WRONG
 from kvinterp.auditing.programs.reach import Reach
-from kvinterp.auditing.programs.search import EARLY, FIRST, far, search, tried
+from kvinterp.auditing.programs.search import EARLY, FIRST, far, run_program, search
 from kvinterp.auditing.uses import _checks, _cut, _over
 
 SMALL = {
@@ -191,8 +191,8 @@ def test_a_fault_that_is_far_or_special_is_found_by_a_program_that_goes_there(na
     subject = planted(name, monkeypatch)
     there = [text for text in first_programs(subject) if re.search(FAULTS[name][2], text)]
     assert there
-    assert tried(subject, program_named(FIRST[0])).word == RIGHT
-    assert WRONG in [tried(subject, program_named(text)).word for text in there]
+    assert run_program(subject, program_named(FIRST[0])).word == RIGHT
+    assert WRONG in [run_program(subject, program_named(text)).word for text in there]
 
 
 def test_special_tokens_stand_in_texts_as_any_other_token() -> None:
@@ -200,7 +200,7 @@ def test_special_tokens_stand_in_texts_as_any_other_token() -> None:
     torch.manual_seed(0)
     subject = ModelSubject(kv.wrap(llama(eos_token_id=[2, 3]).eval()))
     assert (subject.pad, subject.end, subject.controls) == (0, 2, (0, 2, 3, 1))
-    run = tried(subject, program_named("rows(0+1,tokens=special,pad=end)+feed(9)+feed(4,1)"))
+    run = run_program(subject, program_named("rows(0+1,tokens=special,pad=end)+feed(9)+feed(4,1)"))
     assert run.word == RIGHT
     assert run.texts[0][1::2] == [0, 2, 3, 1, 0, 2]
     assert run.ids[1, 0] == 2
@@ -223,8 +223,8 @@ def test_tokens_that_own_code_is_fed_hold_the_first_few_ids() -> None:
 
     subject = FunctionSubject(full, step)
     assert subject.controls == (0, 1, 2, 3, 4, 5)
-    assert tried(subject, program_named("rows(0)+feed(9)+feed(6,1)")).word == RIGHT
-    assert tried(subject, program_named("rows(0,tokens=special)+feed(9)+feed(6,1)+feed(6,1)")).word == WRONG
+    assert run_program(subject, program_named("rows(0)+feed(9)+feed(6,1)")).word == RIGHT
+    assert run_program(subject, program_named("rows(0,tokens=special)+feed(9)+feed(6,1)+feed(6,1)")).word == WRONG
 
 
 def test_the_null_of_many_rows_is_measured_and_rows_that_mix_are_no_fault() -> None:
@@ -233,12 +233,12 @@ def test_the_null_of_many_rows_is_measured_and_rows_that_mix_are_no_fault() -> N
     model = llama().eval()
     text = ROWS[1] + "+feed(5)+feed(2,1)"
     subject = ModelSubject(kv.wrap(model))
-    assert tried(subject, program_named(text)).word == RIGHT
+    assert run_program(subject, program_named(text)).word == RIGHT
     assert [*subject._among] == [17]
     model.model.layers[0].register_forward_hook(
         lambda m, args, out: out + 0.1 * out.mean(0, keepdim=True) if len(out) > 8 else out
     )
-    run = tried(ModelSubject(kv.wrap(model)), program_named(text))
+    run = run_program(ModelSubject(kv.wrap(model)), program_named(text))
     assert (run.word, "in a batch of 17 rows" in run.why) == (PLAIN, True)
 
 
@@ -305,7 +305,7 @@ def test_a_sound_model_is_right_however_far_it_goes(name: str) -> None:
     subject = ModelSubject(
         kv.wrap(CLEAN[name](**{"n_positions" if name == "gpt2" else "max_position_embeddings": 600}).eval())
     )
-    words = {text: tried(subject, program_named(text)).word for text in first_programs(subject)}
+    words = {text: run_program(subject, program_named(text)).word for text in first_programs(subject)}
     assert WRONG not in words.values(), [text for text, word in words.items() if word == WRONG]
 
 
@@ -328,9 +328,9 @@ def test_rows_of_a_large_cache_are_moved_and_taken_back(method: str, monkeypatch
     subject = ModelSubject(kv.wrap(llama().eval()))
     part = {"reorder_cache": "reorder(", "crop": "crop("}.get(method, "repeat(")
     programs = [program_named(text) for text in FIRST if part in text]
-    assert {tried(subject, program).word for program in programs} == {RIGHT}
+    assert {run_program(subject, program).word for program in programs} == {RIGHT}
     monkeypatch.setattr(DynamicLayer, method, moved)
-    assert WRONG in {tried(subject, program).word for program in programs}
+    assert WRONG in {run_program(subject, program).word for program in programs}
 
 
 def test_a_batch_goes_to_the_end_of_a_context_between_two_edges() -> None:
@@ -346,4 +346,4 @@ def test_a_4d_mask_is_not_given_past_a_window(made: Callable[..., Any]) -> None:
     near, past = (program_named(f"rows(1,told=float_mask)+feed(5)+feed({n},1)") for n in (2, 9))
     assert subject.offers(near.rows)
     assert (subject.holds(near), subject.holds(past)) == (True, False)
-    assert tried(subject, near).word == RIGHT
+    assert run_program(subject, near).word == RIGHT

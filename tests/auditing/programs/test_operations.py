@@ -13,7 +13,7 @@ import kvinterp as kv
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import OPERATIONS, program_named
 from kvinterp.auditing.programs.outcome import RIGHT, WRONG
-from kvinterp.auditing.programs.search import tried
+from kvinterp.auditing.programs.search import run_program
 
 SMALL = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -116,11 +116,11 @@ def test_every_operation_has_a_program_here():
 
 @pytest.mark.parametrize("operation", PROGRAMS)
 def test_an_operation_is_right_on_a_sound_model_and_wrong_where_it_is_planted(operation, monkeypatch):
-    sound = tried(planted(""), program_named(PROGRAMS[operation]))
+    sound = run_program(planted(""), program_named(PROGRAMS[operation]))
     assert (sound.word, sound.why) == (RIGHT, "")
     assert sound.uses
     if operation in METHODS:
         monkeypatch.setattr(DynamicCache, *METHODS[operation], raising=False)
-    faulty = tried(planted(operation), program_named(PROGRAMS[operation]))
+    faulty = run_program(planted(operation), program_named(PROGRAMS[operation]))
     assert faulty.word == WRONG, faulty.why
     assert "raises" not in faulty.why

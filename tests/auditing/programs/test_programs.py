@@ -37,7 +37,7 @@ from kvinterp.auditing.programs.pasted import pasted
 from kvinterp.auditing.programs.place import placed
 from kvinterp.auditing.programs.program import Program, Rows
 from kvinterp.auditing.programs.running import Run
-from kvinterp.auditing.programs.search import FIRST, drawn, search, smaller
+from kvinterp.auditing.programs.search import FIRST, sample_program, search, smaller
 from kvinterp.auditing.uses import FEWER_BITS, uses_of
 from kvinterp.errors import InputError, UnsupportedError
 
@@ -104,8 +104,8 @@ def test_every_use_of_a_sound_model_is_right(sound):
         "reorder_cache",
         "StaticCache",
         "fork",
-    } <= set(found.tried)
-    assert {"generate() on a filled cache, given the whole text", "beam search", "assisted decoding"} <= set(found.tried)
+    } <= set(found.right)
+    assert {"generate() on a filled cache, given the whole text", "beam search", "assisted decoding"} <= set(found.right)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_the_text_form_says_everything():
 
     for beyond in ("no", "yes"):
         for _ in range(50):
-            program = drawn(draw, Any(), beyond)
+            program = sample_program(draw, Any(), beyond)
             assert program_named(str(program)) == program
     assert {step.split("(")[0] for text in FIRST for step in text.split("+") if step[0].isalpha()} - {"rows"} >= set(
         OPERATIONS

@@ -17,7 +17,7 @@ from kvinterp.auditing.programs import search
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.outcome import PLAIN, RIGHT, WRONG
-from kvinterp.auditing.programs.search import OF_TRANSFORMER_LENS, tried
+from kvinterp.auditing.programs.search import OF_TRANSFORMER_LENS, run_program
 from kvinterp.models.transformer_lens_api import unequal
 from support import Case, bare_hooked_transformer
 
@@ -39,7 +39,7 @@ def _model(tokenizer: Any = None, positions: str = "rotary") -> Any:
 
 def _ran(model: Any, text: str) -> Any:
     with torch.no_grad():
-        return tried(ModelSubject(kv.wrap(model)), program_named(text))
+        return run_program(ModelSubject(kv.wrap(model)), program_named(text))
 
 
 @pytest.mark.parametrize("text", OF_TRANSFORMER_LENS)

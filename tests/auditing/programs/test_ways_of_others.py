@@ -17,7 +17,7 @@ from kvinterp.auditing.programs.names import OPERATIONS, program_named
 from kvinterp.auditing.programs.outcome import REFUSED, RIGHT, WRONG
 from kvinterp.auditing.programs.pasted import pasted
 from kvinterp.auditing.programs.program import ASKS, ATTENTION, FED, MASKS, Rows
-from kvinterp.auditing.programs.search import FIRST, least, search, tried
+from kvinterp.auditing.programs.search import FIRST, run_program, search, shrink
 from kvinterp.auditing.programs.subject import apart
 
 SMALL = {
@@ -111,7 +111,7 @@ NEW = [text for text in FIRST if program_named(text).rows.ways or any(
 
 @pytest.mark.parametrize("text", NEW)
 def test_each_is_right_on_a_sound_model_and_was_tried(sound, text):
-    run = tried(sound, program_named(text))
+    run = run_program(sound, program_named(text))
     if not sound.offers(run.program.rows):
         assert run.word == REFUSED
         assert "fed=types" in text or "attention=sdpa" in text
@@ -150,10 +150,10 @@ PLAINLY = (
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_one_use_is_found_shrunk_and_shown(fault):
     subject, (holds, text, use) = subject_of(fault), FAULTS[fault]
-    assert {tried(subject, program_named(text)).word for text in PLAINLY} == {RIGHT}
-    one = tried(subject, program_named(text))
+    assert {run_program(subject, program_named(text)).word for text in PLAINLY} == {RIGHT}
+    one = run_program(subject, program_named(text))
     assert one.word == WRONG, one.why
-    one = least(subject, one, 5)
+    one = shrink(subject, one, 5)
     assert holds in str(one.program)
     assert use in one.use
     said = io.StringIO()
@@ -172,7 +172,7 @@ def test_a_fault_of_every_way_of_calling_is_said_of_the_plain_one_alone():
 
 
 def test_sampled_drafts_that_are_wrong_are_seen():
-    assert tried(subject_of("sampled"), program_named("rows(0)+generate(5,6,sampled_assistant)")).word == WRONG
+    assert run_program(subject_of("sampled"), program_named("rows(0)+generate(5,6,sampled_assistant)")).word == WRONG
 
 
 def test_flex_attention_runs_uncompiled_and_the_models_own_is_put_back():
@@ -183,7 +183,7 @@ def test_flex_attention_runs_uncompiled_and_the_models_own_is_put_back():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda *given, **more: pytest.fail("something was compiled"))
         never = torch.compile
-        assert tried(subject, program_named("rows(0,attention=flex_attention)+feed(6)+feed(2,1)")).word == WRONG
+        assert run_program(subject, program_named("rows(0,attention=flex_attention)+feed(6)+feed(2,1)")).word == WRONG
         assert torch.compile is never
     assert torch.compile is compiles
     assert WrappedFlexAttention._instance is kept
@@ -194,14 +194,14 @@ def test_flex_attention_runs_uncompiled_and_the_models_own_is_put_back():
 def test_a_part_of_a_users_own_need_not_take_every_attention(attention, word):
     """An attention that reads ``mask.dtype`` breaks under flex attention, which nobody had set."""
     program = program_named(f"rows(0,attention={attention})+feed(6)+generate(3,3)")
-    one = tried(subject_of("crashes"), program)
+    one = run_program(subject_of("crashes"), program)
     assert (one.word, "AttributeError" in one.why) == (word, True)
 
 
 def test_a_cache_that_is_not_read_is_seen_whatever_else_is_right():
     subject = subject_of("", Recomputes)
-    assert tried(subject, program_named("rows(0)+feed(6)+feed(3)+feed(2,1)")).word == RIGHT
-    one = least(subject, tried(subject, program_named("rows(0)+feed(6)+spoil()+feed(2,1)")), 5)
+    assert run_program(subject, program_named("rows(0)+feed(6)+feed(3)+feed(2,1)")).word == RIGHT
+    one = shrink(subject, run_program(subject, program_named("rows(0)+feed(6)+spoil()+feed(2,1)")), 5)
     assert (one.word, one.use) == (WRONG, "the cache is read")
     assert str(one.program).endswith("+spoil")
     said = io.StringIO()
@@ -228,10 +228,10 @@ def test_token_types_are_fed_and_left_out_types_are_seen(fault):
     model = Typed(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).eval()
     model.fault = fault
     subject = ModelSubject(kv.wrap(model))
-    one = tried(subject, program_named("rows(0+3,fed=types)+feed(6)+feed(3)+feed(2,1)"))
+    one = run_program(subject, program_named("rows(0+3,fed=types)+feed(6)+feed(3)+feed(2,1)"))
     assert one.word == (WRONG if fault else RIGHT), one.why
     if fault:
-        one = least(subject, one, 5)
+        one = shrink(subject, one, 5)
         assert "fed=types" in str(one.program)
         assert "token_type_ids=" in pasted(one)
 
@@ -248,14 +248,14 @@ def test_other_types_are_another_text(sound):
 
 
 def test_what_a_model_does_not_offer_is_refused_in_a_sentence(sound):
-    run = tried(sound, program_named("rows(0,fed=types)+feed(6)"))
+    run = run_program(sound, program_named("rows(0,fed=types)+feed(6)"))
     assert (run.word, run.why) == (REFUSED, "this model does not offer rows(0,fed=types)")
     assert "offloaded" not in sound.caches
 
 
 def test_a_tree_behind_pads_that_were_counted_is_left_out(sound):
     """Given the mask alone a forward numbers columns, and the tree numbers tokens: a sound model was said to be wrong."""
-    run = tried(sound, program_named("rows(0+3,told=mask_alone)+feed(6)+tree(2+3)+feed(2,1)"))
+    run = run_program(sound, program_named("rows(0+3,told=mask_alone)+feed(6)+tree(2+3)+feed(2,1)"))
     assert run.word == RIGHT, run.why
     assert not any("several ways" in use for use in run.uses)
 

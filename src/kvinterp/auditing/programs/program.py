@@ -187,7 +187,7 @@ class Operation(abc.ABC):
                 )
 
     @classmethod
-    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Operation:
+    def sample(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Operation:
         """One for so many rows of this model; of a single number where it says nothing else."""
         return cls(draw.randint(*cls.between))  # type: ignore[call-arg]
 

@@ -140,7 +140,7 @@ def base_of(use: str) -> str:
     return use.removesuffix(PADDED)
 
 
-def drawn(draw: random.Random, subject: Subject, beyond: str = "no") -> Program:
+def sample_program(draw: random.Random, subject: Subject, beyond: str = "no") -> Program:
     """A program of a few kinds of operations: so each kind meets each other often."""
     rows, most = draw.randint(1, subject.rows), draw.choice([0, 4, 4, 18])
     others = [kind for kind in OPERATIONS.values() if kind is not Feed for _ in range(kind.weight)]
@@ -155,7 +155,7 @@ def drawn(draw: random.Random, subject: Subject, beyond: str = "no") -> Program:
     ]
     made, columns = list[Operation](), 0
     for kind in steps:
-        step = kind.drawn(draw, rows, subject, beyond)
+        step = kind.sample(draw, rows, subject, beyond)
         if columns + step.columns <= subject.room:
             made, columns = [*made, step], columns + step.columns
     pads, given = tuple(draw.randint(0, most) for _ in range(rows)), draw.choice(TOLD)
@@ -264,7 +264,7 @@ def _called_plainly(subject: Subject, one: Run) -> Run:
     )
     if plain == rows:
         return one
-    other = tried(subject, Program(plain, one.program.steps))
+    other = run_program(subject, Program(plain, one.program.steps))
     other.ran = one.ran
     return other if other.word == WRONG else one
 
@@ -282,11 +282,11 @@ def _padded(rows: Rows, row: int, pads: int) -> Rows:
 
 def shrunk(program: Program, wrong: Callable[[Program], bool], until: float) -> Program:
     """The first simpler program that is wrong too, and so on, until none is or the time is over."""
-    tried = {program}
+    seen = {program}
     while time.process_time() < until:
         for less in smaller(program):
-            if less not in tried and time.process_time() < until:
-                tried.add(less)
+            if less not in seen and time.process_time() < until:
+                seen.add(less)
                 if wrong(less):
                     program = less
                     break
@@ -300,7 +300,7 @@ class Searched:
     """What a search found.
 
     Attributes:
-        tried: How many programs came to each use and were right in it.
+        right: How many programs came to each use and were right in it.
         wrong: Each fault, its program shrunk.
         others: Programs whose plain forward is off too, or that are refused: the first of each use.
         ran: How many programs ran.
@@ -309,7 +309,7 @@ class Searched:
         worst: The largest error of those that are right, of the largest logit.
     """
 
-    tried: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    right: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     wrong: list[Run] = dataclasses.field(default_factory=list)
     others: dict[tuple[str, str], Run] = dataclasses.field(default_factory=dict)
     ran: int = 0
@@ -318,14 +318,14 @@ class Searched:
     worst: float = 0.0
 
 
-def tried(subject: Subject, program: Program) -> Run:
+def run_program(subject: Subject, program: Program) -> Run:
     """Runs a program on the model, and says how it ended."""
     run = Run(subject, program)
     run.word, run.why = run.run()
     return run
 
 
-def least(subject: Subject, one: Run, seconds: float, repeats: str = "no") -> Run:
+def shrink(subject: Subject, one: Run, seconds: float, repeats: str = "no") -> Run:
     """The run of the smallest program that comes to the same word in the same way: a crash, or
     other numbers.
 
@@ -346,7 +346,7 @@ def least(subject: Subject, one: Run, seconds: float, repeats: str = "no") -> Ru
         seeds = itertools.count(one.program.rows.seed + 1)
 
         def fresh(program: Program) -> Run:
-            return tried(
+            return run_program(
                 subject, Program(dataclasses.replace(program.rows, seed=next(seeds)), program.steps)
             )
 
@@ -362,9 +362,11 @@ def least(subject: Subject, one: Run, seconds: float, repeats: str = "no") -> Ru
         small = fresh(shrunk(both, stays, until))
         small.ran, small.origin = one.ran, str(one.program)
         return small if came(small) == came(one) else one
-    small = tried(
+    small = run_program(
         subject,
-        shrunk(one.program, lambda program: came(tried(subject, program)) == came(one), until),
+        shrunk(
+            one.program, lambda program: came(run_program(subject, program)) == came(one), until
+        ),
     )
     # What is right when it is run again depends on what ran before.
     if came(small) != came(one):
@@ -444,7 +446,7 @@ def search(
         program for program in further if subject.offers(program.rows) and subject.holds(program)
     ]
     first, further = [*first[:EARLY], *further[:1], *first[EARLY:]], further[1:]
-    more = filter(subject.holds, (drawn(draw, subject, beyond) for _ in itertools.count()))
+    more = filter(subject.holds, (sample_program(draw, subject, beyond) for _ in itertools.count()))
     queue = itertools.chain(given, first, further, more)
     pace, at_first = _Pace(began + seconds), len(given) + len(first)
     meant = at_first + len(further)
@@ -460,14 +462,14 @@ def search(
         if at_first <= number < meant and not pace.allows(program, now):
             found.cut.append(program)
             continue
-        one = tried(subject, program)
+        one = run_program(subject, program)
         if at_first <= number < meant:
             pace.took(program, time.process_time() - now)
         one.ran = found.ran = found.ran + 1
         progress(f"program {found.ran} of {max(programs, len(given))}")
         if one.word == RIGHT:
             right = right or program
-            found.tried.update(one.uses)
+            found.right.update(one.uses)
             found.reach |= {
                 use: one.reach.beside(found.reach.get(use, one.reach)) for use in one.uses
             }
@@ -478,8 +480,8 @@ def search(
                 continue
             # What was right and no longer is met something that was kept in between, which explains
             # whatever follows.
-            kept = right is not None and tried(subject, right).word == WRONG
-            one = one if enough else least(subject, one, seconds / 4, "yes" if kept else "no")
+            kept = right is not None and run_program(subject, right).word == WRONG
+            one = one if enough else shrink(subject, one, seconds / 4, "yes" if kept else "no")
             if not known & set(map(base_of, one.uses)):
                 found.wrong.append(one)
                 known.add(base_of(one.use))

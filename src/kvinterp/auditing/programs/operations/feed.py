@@ -32,7 +32,7 @@ class Feed(Operation):
     behind: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
 
     @classmethod
-    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Feed:
+    def sample(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Feed:
         """Short ones, longer ones, and those at the sizes that the config names."""
         few, some, edge = (
             draw.randint(1, 6),
@@ -52,13 +52,13 @@ class Feed(Operation):
 
     def do(self, run: Run) -> None:
         """Feeds the pieces; beyond the contract alone may one of a single column have a pad."""
-        least, left = run.begin_width(), run.room - 1 - run.ids.shape[1]
+        at_least, left = run.begin_width(), run.room - 1 - run.ids.shape[1]
         ids, mask = run.columns(min(self.width, left), self.inner, self.behind)
         width = ids.shape[1]
         cut = max(self.cut, -(-width // PIECES)) if self.cut else width
         ends = [0]
         for end in [*range(cut, width, cut), width]:
-            if end < least:
+            if end < at_least:
                 continue
             if run.beyond or end - ends[-1] > 1 or bool(mask[:, ends[-1]].all()):
                 ends.append(end)

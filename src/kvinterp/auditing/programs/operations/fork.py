@@ -73,7 +73,7 @@ class Request(Operation):
         check_known("rows of request", self.rows, ("one", "same"))
 
     @classmethod
-    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Request:
+    def sample(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Request:
         """One row more often."""
         width, same = draw.randint(1, 9), draw.random() < 0.3
         return cls(width, draw.randint(1, 3), rows="same") if same else cls(width)
@@ -112,7 +112,7 @@ class Again(Operation):
         return []
 
     @classmethod
-    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Again:
+    def sample(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Again:
         """It has no number."""
         return cls()
 

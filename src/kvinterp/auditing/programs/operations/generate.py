@@ -86,7 +86,7 @@ class Generate(Operation):
         check_known("how of generate", self.how, HOW)
 
     @classmethod
-    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Generate:
+    def sample(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Generate:
         """The program's cache more often."""
         drafting = [] if rows > 1 else ["assistant", "lookup"]
         others = ["beams", "static", "sampled", *drafting, *["ends"] * (rows > 1)]

@@ -33,7 +33,7 @@ class _Several(Operation):
     widths: tuple[int, ...]
 
     @classmethod
-    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> _Several:
+    def sample(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> _Several:
         """Two or three short ones."""
         return cls(tuple(draw.randint(1, MOST) for _ in range(draw.randint(2, 3))))
 

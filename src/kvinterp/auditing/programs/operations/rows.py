@@ -73,7 +73,7 @@ class Reorder(Moved):
     method = "reorder_cache"
 
     @classmethod
-    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Reorder:
+    def sample(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Reorder:
         """Draws which rows go on, in which order."""
         return cls(tuple(draw.randrange(rows) for _ in range(rows)))
 
@@ -94,7 +94,7 @@ class Select(Moved):
     method = "batch_select_indices"
 
     @classmethod
-    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Select:
+    def sample(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Select:
         """Draws which rows are kept, one to three of them."""
         return cls(tuple(draw.randrange(rows) for _ in range(draw.randint(1, 3))))
 

@@ -33,7 +33,7 @@ class Spoil(Operation):
     """
 
     @classmethod
-    def drawn(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Spoil:
+    def sample(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Spoil:
         """It has no number."""
         return cls()
 
