@@ -11,7 +11,7 @@ from architectures import build
 import kvinterp as kv
 from kvinterp.auditing.blocks import BlockModel, prompts_for, referenced
 from kvinterp.auditing.ladder import prefix_plan
-from kvinterp.auditing.measure import climb
+from kvinterp.auditing.measure import measure_precision
 from kvinterp.paths.kernels import BatchInvariant, fixed_order
 
 TOKENS = torch.tensor([[3, 5, 7, 9, 2, 4, 8, 10]])
@@ -63,7 +63,7 @@ def test_a_prefix_that_is_the_whole_text_is_no_forward(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(BlockModel, "recompute", counted)
     model, plan = kv.wrap(build("llama")), prefix_plan(prompts_for(kv.wrap(build("llama")), 1, 14), (5, 13), 1, 14)
-    climb(model, plan)
+    measure_precision(model, plan)
     assert lengths.count(14) == 1, lengths
 
 

@@ -18,9 +18,9 @@ import torch
 from kvinterp.auditing.blocks import BlockModel
 from kvinterp.auditing.causes import other_attention
 from kvinterp.auditing.checks import Check
-from kvinterp.auditing.judging import RungJudge, account
+from kvinterp.auditing.judging import PrecisionJudge, account
 from kvinterp.auditing.ladder import SLACK, Plan, PrecisionRun, band, dtype_name, unit_roundoff
-from kvinterp.auditing.measure import climb
+from kvinterp.auditing.measure import measure_precision
 from kvinterp.auditing.programs.outcome import WRONG
 from kvinterp.auditing.reading import Evidence
 from kvinterp.auditing.uses import right_in_float64
@@ -32,7 +32,7 @@ from kvinterp.paths.kernels import BatchInvariant
 from kvinterp.paths.prompt import prompt_difference
 
 AFFORDED, A_KEY = 1.2e10, 4e4
-"""Products of two numbers that one rung may make one by one for a fixed order, about a quarter of a
+"""Products of two numbers that one precision may make one by one for a fixed order, about a quarter of a
 minute on one core; and as how many of them one key of one layer's attention counts, which is added
 up by itself."""
 
@@ -67,7 +67,7 @@ class Auditor:
         self.evidence = Evidence(f"{facts.name} ({self.adapter.kind}, {own})", own, terms)
 
     def run(self) -> Evidence:
-        """Runs every rung; of a model that crashes there the programs of its cache alone, if one of
+        """Runs every precision; of a model that crashes there the programs of its cache alone, if one of
         these crashes too.
         """
         evidence = self.evidence
@@ -88,23 +88,23 @@ class Auditor:
         return evidence
 
     def _ladder(self) -> None:
-        """Every rung, and the programs of the cache."""
+        """Every precision, and the programs of the cache."""
         evidence, judges = self.evidence, []
         self.progress("the prompt itself")
         evidence.prompt = prompt_difference(self.adapter, self.plan.tokens(0, self.adapter.device))
         for name, dtype in self.dtypes.items():
             self.progress(name)
             with self._timed("copy", name):
-                twin = self._in(dtype)
-            run = self._climb(twin, name)
+                adapter = self._in(dtype)
+            run = self._measured(adapter, name)
             if run is not None:
                 evidence.rungs[name] = run
                 if run.grid:
-                    self._ask_grid(twin, run)
+                    self._ask_grid(adapter, run)
                 if not run.nonfinite:
                     with self._timed("causes", name):
-                        judges += self._judge(twin, run)
-            del twin  # Two copies at once would be one too many.
+                        judges += self._judge(adapter, run)
+            del adapter  # Two copies at once would be one too many.
         self.progress("programs of the cache")
         with self._timed("programs", evidence.own):
             evidence.checks = self._exercise()
@@ -125,34 +125,34 @@ class Auditor:
             for check in checks
         ]
 
-    def _ask_grid(self, twin: Adapter, run: PrecisionRun) -> None:
+    def _ask_grid(self, adapter: Adapter, run: PrecisionRun) -> None:
         """Whether logits that lie on a grid were put there: those of whole numbers leave it once
         the blocks' outputs move.
         """
         runner, tokens, grid = (
-            BlockModel(twin),
-            self.plan.tokens(0, twin.device),
+            BlockModel(adapter),
+            self.plan.tokens(0, adapter.device),
             getattr(torch, run.grid),
         )
-        size = band(run.dtype, max(tokens.shape[1], twin.facts.width)) / SLACK
+        size = band(run.dtype, max(tokens.shape[1], adapter.facts.width)) / SLACK
         if not on_grid(runner.moved(tokens, lambda _: size), grid):
             run.grid = ""
         elif not self.evidence.grid_module:
             self.evidence.grid_module = grid_module(runner, tokens, grid)
 
-    def _judge(self, twin: Adapter, run: PrecisionRun) -> list[RungJudge]:
-        """Judges a rung; its judge, where that has to see the model in float64."""
-        evidence, one = self.evidence, RungJudge(twin, run, self.evidence.terms)
+    def _judge(self, adapter: Adapter, run: PrecisionRun) -> list[PrecisionJudge]:
+        """Judges a precision; its judge, where that has to see the model in float64."""
+        evidence, one = self.evidence, PrecisionJudge(adapter, run, self.evidence.terms)
         evidence.judged[run.name] = one.judge()
-        evidence.accounts[run.name] = account(twin, run, evidence.terms)
+        evidence.accounts[run.name] = account(adapter, run, evidence.terms)
         return [one] if one.open else []
 
-    def _settle(self, judges: list[RungJudge]) -> None:
+    def _settle(self, judges: list[PrecisionJudge]) -> None:
         """What can only be told beside the same blocks in float64."""
         self.progress("float64 beside")
-        twin: Adapter | None = None
+        adapter: Adapter | None = None
         with contextlib.suppress(RuntimeError, UnsupportedError):
-            twin = self._in(torch.float64)
+            adapter = self._in(torch.float64)
         evidence, every = self.evidence, set(range(-1, len(self.adapter.blocks) + 1))
         clean: set[int] | None = None
         if "float64" in evidence.judged:
@@ -164,7 +164,7 @@ class Auditor:
         elif evidence.random:
             clean = set()  # What differs from one run to the next does so in every precision.
         for one in judges:
-            evidence.judged[one.name] = one.settle(twin, clean)
+            evidence.judged[one.name] = one.settle(adapter, clean)
 
     @contextlib.contextmanager
     def _timed(self, part: str, rung: str) -> Iterator[None]:
@@ -176,8 +176,8 @@ class Auditor:
         }
         self.evidence.seconds.append({"rung": rung, "part": part, **took})
 
-    def _climb(self, twin: Adapter, name: str) -> PrecisionRun | None:
-        """One rung, or None where torch cannot run the model in its dtype."""
+    def _measured(self, adapter: Adapter, name: str) -> PrecisionRun | None:
+        """One precision, or None where torch cannot run the model in its dtype."""
         # What serves and what sees the smallest errors decide; the others show how the difference
         # scales.
         decides = name in (self.evidence.own, self.finest)
@@ -185,7 +185,7 @@ class Auditor:
 
         def own() -> PrecisionRun:
             with self._timed("own kernels", name):
-                return climb(twin, plan)
+                return measure_precision(adapter, plan)
 
         try:
             run = own()
@@ -196,7 +196,7 @@ class Auditor:
             if name == self.evidence.own or out_of_memory(error):
                 raise
             self.evidence.refused[name] = reason(error)
-            if twin is self.adapter or not other_attention(twin):
+            if adapter is self.adapter or not other_attention(adapter):
                 return None
             try:
                 run = own()
@@ -205,11 +205,11 @@ class Auditor:
             self.evidence.refused[name] += "; it was run with eager attention"
         if not run.nonfinite:
             with self._timed("fixed order", name):
-                self._fix(twin, run)
+                self._fix(adapter, run)
         return run
 
-    def _fix(self, twin: Adapter, run: PrecisionRun) -> None:
-        """The rung again with a fixed order, which knows no length from another: over the shortest
+    def _fix(self, adapter: Adapter, run: PrecisionRun) -> None:
+        """The precision again with a fixed order, which knows no length from another: over the shortest
         and the longest prompt.
         """
         self.progress(f"{run.name}, {BatchInvariant()}")
@@ -217,15 +217,15 @@ class Auditor:
             run.unfixed = "the model is too large to be run with a fixed order of additions here"
             return
         try:
-            run.fixed = climb(twin, plan, BatchInvariant(), "whole")
+            run.fixed = measure_precision(adapter, plan, BatchInvariant(), "whole")
             # Where a row depends on how many there are by the model's own design only the same
             # prefix compares.
             against = "prefix" if (run.fixed.local["null"] > 0).any() else "whole"
             # Where a part differs, the long decode shows from which position on.
             sweep = run.plan.sweep if run.fixed.largest_error else None
             if against == "prefix" or sweep is not None:
-                run.fixed = climb(
-                    twin, dataclasses.replace(plan, sweep=sweep), BatchInvariant(), against
+                run.fixed = measure_precision(
+                    adapter, dataclasses.replace(plan, sweep=sweep), BatchInvariant(), against
                 )
         except UnsupportedError as error:
             run.unfixed = str(error)
@@ -246,7 +246,7 @@ class Auditor:
         return None
 
     def _in(self, dtype: torch.dtype) -> Adapter:
-        """The model in a dtype; a copy that is dropped with its rung, never kept on the adapter."""
+        """The model in a dtype; a copy that is dropped with its precision, never kept on the adapter."""
         return (
             self.adapter
             if dtype == self.adapter.dtype and dtype != torch.float64

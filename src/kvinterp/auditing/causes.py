@@ -101,19 +101,19 @@ class WithoutCasts(Kernels):
 
 
 @contextlib.contextmanager
-def wide_constants(twin: Adapter) -> Iterator[None]:
+def float64_constants(adapter: Adapter) -> Iterator[None]:
     """The model's buffers as its own code computes them in float64, in the place of float32 ones of
     the same values.
 
     Decays and frequencies are computed once, when a model is made, and keep the rounding that they
     got there.
     """
-    source: Any = twin.source
+    source: Any = adapter.source
     before = torch.get_default_dtype()
     swapped: list[tuple[Any, str, Tensor]] = []
     try:
         torch.set_default_dtype(torch.float64)
-        with torch.random.fork_rng(), torch.device(twin.device):
+        with torch.random.fork_rng(), torch.device(adapter.device):
             fresh = dict(type(source)(source.config).named_modules())
     # A class of the user's own may want other arguments.
     except Exception:
@@ -163,7 +163,7 @@ def coarsest(casts: dict[str, tuple[str, ...]]) -> str:
     return max(casts, key=lambda name: torch.finfo(getattr(torch, name)).eps) if casts else ""
 
 
-def beyond_truth(twin: Adapter, sight: Sight, unit: float) -> tuple[Finding | None, bool]:
+def beyond_truth(adapter: Adapter, sight: Sight, unit: float) -> tuple[Finding | None, bool]:
     """The first tensor that a cached step has further from float64's than the recomputation has it,
     or None.
 
@@ -171,17 +171,17 @@ def beyond_truth(twin: Adapter, sight: Sight, unit: float) -> tuple[Finding | No
     in another form.
 
     Args:
-        twin: The model in float64.
+        adapter: The model in float64.
         sight: What was seen of a block on both sides.
         unit: Unit roundoff of the dtype it was seen in.
 
     Raises:
         RuntimeError: The model does not run in float64 on the same inputs.
     """
-    truth = _truth(twin, sight)
-    if truth is None and other_attention(twin):
+    truth = _truth(adapter, sight)
+    if truth is None and other_attention(adapter):
         # A kernel that takes 16 bits only: the same attention in torch's own operations.
-        truth = _truth(twin, sight)
+        truth = _truth(adapter, sight)
     if truth is None:
         raise RuntimeError("the model cannot be run in float64 on the same inputs")
     findings = {(f.tensor, f.module): f for f in reversed(sight.findings(0.0))}
@@ -208,13 +208,13 @@ def beyond_truth(twin: Adapter, sight: Sight, unit: float) -> tuple[Finding | No
     return first, False
 
 
-def _truth(twin: Adapter, sight: Sight) -> list[Event] | None:
+def _truth(adapter: Adapter, sight: Sight) -> list[Event] | None:
     """What happens on the same inputs in float64, without the model's casts if it runs without;
     None where it does not run.
     """
     assert sight.reference is not None
     for kernels in (WithoutCasts(), None):
-        hooks = BlockHooks(BlockModel(twin, kernels))
+        hooks = BlockHooks(BlockModel(adapter, kernels))
         inputs, outputs = (
             {c: t.double() for c, t in side.items()}
             for side in (sight.reference.inputs, sight.reference.outputs)
@@ -252,12 +252,12 @@ def _rms(values: Tensor) -> Tensor:
     return values.square().mean().sqrt()
 
 
-def other_attention(twin: Adapter) -> bool:
+def other_attention(adapter: Adapter) -> bool:
     """Gives a copy of the model attention in torch's own operations; whether it had another kernel
     before.
     """
-    source: Any = twin.source
-    if twin.facts.attention == "eager" or not hasattr(source, "set_attn_implementation"):
+    source: Any = adapter.source
+    if adapter.facts.attention == "eager" or not hasattr(source, "set_attn_implementation"):
         return False
     try:
         source.set_attn_implementation("eager")

@@ -1,4 +1,4 @@
-"""Judging one rung: each block that differs is looked into, and each possible cause is taken away
+"""Judging one precision: each block that differs is looked into, and each possible cause is taken away
 to see what remains.
 """
 
@@ -21,7 +21,7 @@ from kvinterp.auditing.causes import (
     beyond_truth,
     coarsest,
     excused,
-    wide_constants,
+    float64_constants,
 )
 from kvinterp.auditing.first_difference import (
     Differing,
@@ -52,7 +52,7 @@ it feeds.
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A row of a rung's tables: tokens of a prompt, fed at once from start to stop after a prefill,
+    """A row of a precision's tables: tokens of a prompt, fed at once from start to stop after a prefill,
     and what is looked at.
 
     Attributes:
@@ -121,17 +121,17 @@ class Judged:
     beside: frozenset[str] = frozenset()
 
 
-class RungJudge:
-    """Looks into the blocks that differ on one rung.
+class PrecisionJudge:
+    """Looks into the blocks that differ on one precision.
 
     Args:
-        twin: The model in the rung's dtype.
+        adapter: The model in the precision's dtype.
         run: What it showed.
         terms: The longest sum in the model.
     """
 
-    def __init__(self, twin: Adapter, run: PrecisionRun, terms: int) -> None:
-        self.twin: Any = twin
+    def __init__(self, adapter: Adapter, run: PrecisionRun, terms: int) -> None:
+        self.adapter: Any = adapter
         self.run, self.name, self.dtype = run, run.name, run.dtype
         self.terms, self.limit = terms, band(run.dtype, terms)
         self.found: list[Judged] = []
@@ -154,22 +154,22 @@ class RungJudge:
                     self._explain(case, sight, tensors, None)
         return self._ordered()
 
-    def settle(self, twin: Adapter | None, clean: Collection[int] | None = None) -> list[Judged]:
+    def settle(self, adapter: Adapter | None, clean: Collection[int] | None = None) -> list[Judged]:
         """Judges what stayed open beside the model in float64.
 
         Args:
-            twin: The model in float64, or None where there is none.
-            clean: The layers in which the float64 rung found nothing wrong: an error within
-                float32's rounding is gone there. None where there is no such rung; then each case
+            adapter: The model in float64, or None where there is none.
+            clean: The layers in which the float64 precision found nothing wrong: an error within
+                float32's rounding is gone there. None where there is no such precision; then each case
                 is run in float64 here, where rounding must be gone.
         """
-        self.twin = twin
+        self.adapter = adapter
         for judged, sight, case in self.open:
             kernel = judged.cause.word == "kernel"
             try:
-                if twin is None:
+                if adapter is None:
                     raise RuntimeError(NO_FLOAT64)
-                wrong, proven = beyond_truth(twin, sight, self.run.unit)
+                wrong, proven = beyond_truth(adapter, sight, self.run.unit)
                 if wrong is not None and self._another_form(case, wrong, proven):
                     wrong = None
                 if wrong is None and clean is None and not kernel:
@@ -218,7 +218,7 @@ class RungJudge:
         return Cause("unknown", detail=reason(error))
 
     def _ordered(self) -> list[Judged]:
-        self.twin = None  # So that it is not kept while another copy is made.
+        self.adapter = None  # So that it is not kept while another copy is made.
         # Within a layer one token at a time before several at once: what is wrong in both is first
         # seen there.
         return sorted(
@@ -262,7 +262,7 @@ class RungJudge:
             cause = Cause("rounding", left=worst, detail="of the size that float64 rounds")
         else:
             found = self._tried(
-                case, WithoutCasts("fixed"), [sight.layer], wide_constants(self.twin)
+                case, WithoutCasts("fixed"), [sight.layer], float64_constants(self.adapter)
             )
             if found is not None and largest(found) <= self.limit:
                 said = "gone with the casts left out and constants computed in float64"
@@ -288,11 +288,11 @@ class RungJudge:
         Then what it returns is another part of the same sum, which a later block completes.
         """
         tokens, limit = (
-            self.run.plan.tokens(case.prompt, self.twin.device),
+            self.run.plan.tokens(case.prompt, self.adapter.device),
             band(torch.float64, self.terms),
         )
         for kernels in under if case.start else ():
-            model, cache, apart_by = BlockModel(self.twin, kernels), None, 0.0
+            model, cache, apart_by = BlockModel(self.adapter, kernels), None, 0.0
             with contextlib.suppress(RuntimeError, UnsupportedError):
                 reference = model.recompute(tokens)
                 for feed in case.feeds(self.run.plan):
@@ -462,7 +462,7 @@ class RungJudge:
         """What differs by more where a case is fed again, with these blocks watched."""
         plan = case.side.plan
         with referenced(
-            BlockModel(self.twin, kernels, only), plan.tokens(case.prompt, self.twin.device)
+            BlockModel(self.adapter, kernels, only), plan.tokens(case.prompt, self.adapter.device)
         ) as hooks:
             return differing(look(hooks, case.feeds(plan), layers), threshold)
 
@@ -512,7 +512,7 @@ SEEDS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Whether the parts account for the whole on one rung.
+    """Whether the parts account for the whole on one precision.
 
     Attributes:
         found: The largest relative difference of the logits, free-running.
@@ -536,15 +536,15 @@ class Account:
         return self.found <= self.explained
 
 
-def account(twin: Adapter, run: PrecisionRun, terms: int) -> Account:
-    """Judges the free-running differences of a rung by those given equal inputs; arguments as for
-    ``judging.RungJudge``.
+def account(adapter: Adapter, run: PrecisionRun, terms: int) -> Account:
+    """Judges the free-running differences of a precision by those given equal inputs; arguments as for
+    ``judging.PrecisionJudge``.
     """
-    accounts = [_account(twin, run, side, terms) for side in (run.fixed, run) if side]
+    accounts = [_account(adapter, run, side, terms) for side in (run.fixed, run) if side]
     return next((a for a in accounts if not a.holds), accounts[0])
 
 
-def _account(twin: Adapter, run: PrecisionRun, side: PrecisionRun, terms: int) -> Account:
+def _account(adapter: Adapter, run: PrecisionRun, side: PrecisionRun, terms: int) -> Account:
     kernels = "fixed order" if side is run.fixed else "native"
     worst = float(side.steps["relative"].max()) if len(side.steps) else 0.0
     every, explained = side.every_error, 0.0
@@ -562,7 +562,7 @@ def _account(twin: Adapter, run: PrecisionRun, side: PrecisionRun, terms: int) -
             .max()
             .to_dict()
         )
-        model, tokens = BlockModel(twin), run.plan.tokens(0, twin.device)
+        model, tokens = BlockModel(adapter), run.plan.tokens(0, adapter.device)
         reference, head = model.recompute(tokens)[0], (len(model.blocks), "output")
 
         def size(layer: int) -> float:
@@ -583,7 +583,7 @@ def _account(twin: Adapter, run: PrecisionRun, side: PrecisionRun, terms: int) -
     differing = [
         row.layer for row in side.layers.itertuples() if row.max_abs > 0 and row.layer != EMBEDDING
     ]
-    layer = int(min(differing, default=len(list(twin.blocks))))
+    layer = int(min(differing, default=len(list(adapter.blocks))))
     steps = side.differing_steps
     return Account(
         worst, explained, kernels, layer, int(steps["position"].min()) if len(steps) else None

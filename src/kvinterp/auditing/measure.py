@@ -1,4 +1,4 @@
-"""One rung measured: free-running and given equal inputs, with the machine's kernels or with a
+"""One precision measured: free-running and given equal inputs, with the machine's kernels or with a
 fixed order of additions.
 """
 
@@ -49,16 +49,16 @@ Row = dict[str, Any]
 """A row of a table."""
 
 
-def climb(
+def measure_precision(
     adapter: Adapter,
     plan: Plan,
     kernels: Kernels | None = None,
     against: str = "prefix",
 ) -> PrecisionRun:
-    """Runs one rung.
+    """Runs one precision.
 
     Args:
-        adapter: The model in the rung's dtype.
+        adapter: The model in the precision's dtype.
         plan: What to run.
         kernels: The kernel mode; default: the machine's own.
         against: ``"prefix"`` recomputes the prefix of every step, so that both sides look at as
@@ -74,18 +74,18 @@ def climb(
         PrecisionRun(name, adapter.dtype, plan=plan),
         BlockHooks(BlockModel(adapter, kernels)),
     )
-    climbed = _Climb(run, hooks, against)
+    measured = _Measurement(run, hooks, against)
     with adapter.own_state([]), hooks.attached():
         for number in range(len(plan.prompts)):
-            climbed.prompt(number)
-    for table, rows in climbed.rows.items():
+            measured.prompt(number)
+    for table, rows in measured.rows.items():
         setattr(run, table, pd.DataFrame(rows, columns=list(STEPS if table == "steps" else LOCAL)))
     run.seconds = time.perf_counter() - started
     return run
 
 
-class _Climb:
-    """What one rung shows, filled in prompt by prompt."""
+class _Measurement:
+    """What one precision shows, filled in prompt by prompt."""
 
     def __init__(self, run: PrecisionRun, hooks: BlockHooks, against: str) -> None:
         self.run, self.hooks, self.against, self.plan = run, hooks, against, run.plan
@@ -221,7 +221,7 @@ class _Climb:
             mine: What feeding them gave.
             last: Where they end for the last time: there the prefix is recomputed in any case, as
                 the null control.
-            against: As in :func:`climb`. A prefix has as many rows as the cache then holds, so that
+            against: As in :func:`measure_precision`. A prefix has as many rows as the cache then holds, so that
                 a prompt is compared among the same number of rows.
         """
         count, against = stop - start, against or self.against

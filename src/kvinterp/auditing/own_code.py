@@ -132,12 +132,12 @@ def _module(model: nn.Module) -> FunctionSubject | None:
     """
     if len(inspect.signature(model.forward).parameters) < 2:
         return None
-    twin = copied(model).eval()
-    ids = torch.tensor([[1, 2, 3]], device=next((p.device for p in twin.parameters()), None))
+    model_copy = copied(model).eval()
+    ids = torch.tensor([[1, 2, 3]], device=next((p.device for p in model_copy.parameters()), None))
     try:
         with torch.no_grad():
-            logits, cache = twin(ids, None)
-            again, _ = twin(ids[:, :1], cache)
+            logits, cache = model_copy(ids, None)
+            again, _ = model_copy(ids[:, :1], cache)
     except Exception:  # It is called otherwise: kv.wrap says what is taken.
         return None
     shapes = [
@@ -148,7 +148,7 @@ def _module(model: nn.Module) -> FunctionSubject | None:
     yours = "model is yours: full = lambda ids: model(ids, None)[0]; step = model"
     name = type(model).__name__
     return FunctionSubject(
-        lambda ids: twin(ids, None)[0], twin, name=name, device=ids.device, yours=yours
+        lambda ids: model_copy(ids, None)[0], model_copy, name=name, device=ids.device, yours=yours
     )
 
 

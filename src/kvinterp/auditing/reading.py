@@ -254,11 +254,11 @@ class Evidence:
 
     def _wrong_dtype(self) -> Reading | None:
         rungs = [self.rungs[name] for name in (self.own, "float32") if name in self.rungs]
-        wide = next((rung for rung in rungs if rung.grid and rung.unit < 1e-5), None)
-        if wide is None:
+        on_grid = next((rung for rung in rungs if rung.grid and rung.unit < 1e-5), None)
+        if on_grid is None:
             return None
         line = (
-            f"Every logit is exactly a {wide.grid} number though the model is in {wide.name}: from module "
+            f"Every logit is exactly a {on_grid.grid} number though the model is in {on_grid.name}: from module "
             f"{self.grid_module or 'unknown'} on, values were rounded to 16 bits."
         )
         return "wrong-dtype", (None, None, "logits", self.grid_module), [line]

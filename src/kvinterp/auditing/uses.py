@@ -319,7 +319,7 @@ def _wrong_uses(checks: Sequence[Check]) -> set[str]:
 
 def _narrow(
     adapter: Adapter,
-    wide: ModelSubject,
+    in_float64: ModelSubject,
     given: Sequence[Program],
     known: set[str],
     programs: int,
@@ -333,7 +333,7 @@ def _narrow(
     try:
         subject = make(adapter, () if own else (torch.float32,))
         text = subject.tokens[:9]
-        if not own and apart(subject.alone(text), wide.alone(text)) > wide.limit:
+        if not own and apart(subject.alone(text), in_float64.alone(text)) > in_float64.limit:
             return []  # The model alone casts: the ladder says so.
         found = search(
             subject, programs if own else len(FIRST), seconds, given=given, faults=4 if own else 1
@@ -352,7 +352,7 @@ def _narrow(
         name = dtype_name(adapter.dtype)
         return [dataclasses.replace(check, name=f"{check.name} in {name}") for check in checks]
     # In float64 fewer programs may have run: of what is wrong there too no cast is the cause.
-    right = [run_program(wide, one.program).word == RIGHT for one in kept]
+    right = [run_program(in_float64, one.program).word == RIGHT for one in kept]
     return [
         dataclasses.replace(
             check, hint=FEWER_BITS, detail=f"{check.detail.rstrip('.')}; {FEWER_BITS}."

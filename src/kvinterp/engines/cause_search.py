@@ -32,7 +32,7 @@ from kvinterp.engines.numbers import (
 )
 from kvinterp.engines.ours import TRUTH, Row
 from kvinterp.engines.prefixes import nearest_edit
-from kvinterp.engines.ways import RUNGS, Way, again, both, causes, halves
+from kvinterp.engines.ways import PRECISIONS, Way, again, both, causes, halves
 from kvinterp.engines.where import acting
 from kvinterp.models import Adapter
 
@@ -364,10 +364,12 @@ class CauseSearch:
             plain is not None and nearer(plain, row, truth, held)
         ):
             return "", share
-        for rung in (self.distance.near,) if self.distance.declared is not None else RUNGS:
+        for precision in (
+            (self.distance.near,) if self.distance.declared is not None else PRECISIONS
+        ):
             limits, own = (
-                self.distance.rounding(rung),
-                self.distance.row(rung, self.distance.sample),
+                self.distance.rounding(precision),
+                self.distance.row(precision, self.distance.sample),
             )
             if limits is None or own is None:
                 continue
@@ -378,8 +380,8 @@ class CauseSearch:
                 way = ways[name]
                 beside = (
                     again(way)
-                    if way.dtype == rung.dtype
-                    else dataclasses.replace(way, dtype=rung.dtype)
+                    if way.dtype == precision.dtype
+                    else dataclasses.replace(way, dtype=precision.dtype)
                 )
                 moved = self.distance.row(beside, self.distance.sample)
             units = [
@@ -458,7 +460,11 @@ class CauseSearch:
         # In float32, at less than half of the cost, where its rounding is small beside what is
         # looked for: which are nearest is asked, and those that are kept are computed as exactly as
         #     they are named.
-        quick = self.distance.row(RUNGS[0], few) if self.distance.near is not RUNGS[0] else None
+        quick = (
+            self.distance.row(PRECISIONS[0], few)
+            if self.distance.near is not PRECISIONS[0]
+            else None
+        )
         plain = truth if quick is None else quick
         for way in ways:
             row = self.distance.row(

@@ -20,7 +20,7 @@ from kvinterp.auditing.checks import Check
 from kvinterp.common.numbers import listed
 from kvinterp.engines.numbers import FEWEST, TINY, Tokens, alike, grid_of
 from kvinterp.engines.ours import TRUTH, Ours, Row
-from kvinterp.engines.ways import RUNGS, WEIGHTS, Way, nulls
+from kvinterp.engines.ways import PRECISIONS, WEIGHTS, Way, nulls
 from kvinterp.engines.where import Null, Where, falls_along, place
 from kvinterp.errors import InputError
 from kvinterp.recording.engine_path import ROUNDED, EnginePath, positive
@@ -245,7 +245,7 @@ class Distance:
         """Returns how far one of our rows is from another, once it is written as the side's are."""
         return np.abs((row if self.grid is None else self.grid[1](row)) - beside)
 
-    def rounding(self, rung: Way) -> dict[str, float] | None:
+    def rounding(self, precision: Way) -> dict[str, float] | None:
         """Measures how far other ways to compute the same in a precision are from float64 here;
         None where it cannot be run.
 
@@ -255,26 +255,26 @@ class Distance:
             fewer; in units of our largest ``null_max``, of any of them; ``spread``, the furthest of
             all on average in one sequence, in units of our own mean there.
         """
-        if rung.name not in self.limits:
+        if precision.name not in self.limits:
             gaps = [
                 [
                     self.between(row, self.sample_truth)
                     for way in ways
                     if (row := self.row(way, self.sample)) is not None
                 ]
-                for ways in ([rung], *nulls(rung))
+                for ways in ([precision], *nulls(precision))
             ]
             own, others, fewer = (
                 [(float(gap.mean()), float(gap.max())) for gap in each] for each in gaps
             )
-            self.limits[rung.name] = None
+            self.limits[precision.name] = None
             if own:
                 mean, most = own[0]
                 parts = [
                     self.sample.sequence == number for number in np.unique(self.sample.sequence)
                 ]
                 units = [max(float(gaps[0][0][at].mean()), mean, TINY) for at in parts]
-                self.limits[rung.name] = {
+                self.limits[precision.name] = {
                     "spread": max(
                         float(gap[at].mean()) / unit
                         for each in gaps
@@ -287,18 +287,21 @@ class Distance:
                     / max(most, TINY),
                     "bit_fewer": max(own + others + fewer)[0] / max(mean, TINY),
                 }
-        return self.limits[rung.name]
+        return self.limits[precision.name]
 
     def find_precision(self) -> bool:
         """Finds the precision that the rest is said of; returns whether the side lies within its
         rounding.
         """
-        asked = next((rung for rung in RUNGS if rung.name == self.declared), RUNGS[0])
+        asked = next(
+            (precision for precision in PRECISIONS if precision.name == self.declared),
+            PRECISIONS[0],
+        )
         stands = None
         # What is no rounding of a precision is none of a finer one.
-        for rung in RUNGS[RUNGS.index(asked) :]:
-            self.ours.tell(rung.name)
-            limits, own = self.rounding(rung), self.row(rung, self.tokens)
+        for precision in PRECISIONS[PRECISIONS.index(asked) :]:
+            self.ours.tell(precision.name)
+            limits, own = self.rounding(precision), self.row(precision, self.tokens)
             if limits is None or own is None:
                 continue
             ratio = self.tokens.ratio(self.gap, self.between(own, self.truth), self.seed)
@@ -306,29 +309,33 @@ class Distance:
             # in one precision round the same weights, and often more, alike.
             effects = [
                 own,
-                *(self.row(WEIGHTS[name], self.tokens) for name in (rung.name,) if name in WEIGHTS),
+                *(
+                    self.row(WEIGHTS[name], self.tokens)
+                    for name in (precision.name,)
+                    if name in WEIGHTS
+                ),
             ]
             seen = self.tokens.engine - self.truth
             same = any(alike(seen, each - self.truth) for each in effects if each is not None)
             lies = (
                 ratio["mean"] <= limits["null_mean"]
                 and ratio["max"] <= limits["null_max"]
-                and (rung is asked or same)
+                and (precision is asked or same)
             )
             words = {"goes_with_ours": "yes" if same else "no", "within": "yes" if lies else "no"}
-            self.table["rungs"].append({"precision": rung.name, **ratio, **limits, **words})
+            self.table["rungs"].append({"precision": precision.name, **ratio, **limits, **words})
             if lies:
-                stands = rung
+                stands = precision
                 break
         other = stands is not None and stands is not asked and self.declared is not None
         self.coarser = stands.name if stands is not None and other else ""
         self.near = asked if stands is None or other else stands
-        self._say_rung(
+        self._say_precision(
             "none of ours" if stands is None else stands.name, stands is not None and not other
         )
         return stands is not None and not other
 
-    def _say_rung(self, stands: str, within: bool) -> None:
+    def _say_precision(self, stands: str, within: bool) -> None:
         """Says how far the side is in units of our own rounding, from where on, and what would have
         shown.
         """

@@ -18,7 +18,7 @@ from kvinterp.auditing.checks import Check
 from kvinterp.auditing.verdict import Verdict
 from kvinterp.common.numbers import listed, number
 from kvinterp.engines.matching import listed_lines, match_sites
-from kvinterp.engines.ways import RUNGS, Way, changed, nulls
+from kvinterp.engines.ways import PRECISIONS, Way, changed, nulls
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import Site
 from kvinterp.recording import Trace, record
@@ -49,10 +49,12 @@ def with_hidden_states(
     if not given and not left:
         return verdict
     beside = verdict.given.get("beside", verdict.given.get("declared"))
-    rung = next((rung for rung in RUNGS if rung.name == beside), RUNGS[0])
+    precision = next(
+        (precision for precision in PRECISIONS if precision.name == beside), PRECISIONS[0]
+    )
     word, why, layer, site = "", "", None, ""
     if given:
-        word, why, layer, site = _judged(adapter, trace, given, rung)
+        word, why, layer, site = _judged(adapter, trace, given, precision)
     why += (
         f"; not judged: {listed(left)}, which no forward here has as rows of the residual stream's width"
         * bool(left)
@@ -105,7 +107,7 @@ def _states(adapter: Adapter, trace: Trace, way: Way, sites: Sequence[str]) -> d
 
 
 def _judged(
-    adapter: Adapter, trace: Trace, given: Mapping[Site, Tensor], rung: Way
+    adapter: Adapter, trace: Trace, given: Mapping[Site, Tensor], precision: Way
 ) -> tuple[str, str, int | None, str]:
     """Returns word ("" where they pass), sentence, and the first layer and site that is off."""
     sites = [site for site in SITES if adapter.supports(site)]
@@ -118,8 +120,8 @@ def _judged(
             key=lambda p: p[1],
         )
         return "misaligned", " ".join(listed_lines(wrong)), where[1], where[0]
-    others, fewer = nulls(rung)
-    plain = [way for way in (rung, *others, *fewer) if not way.path and way.fed == "whole"]
+    others, fewer = nulls(precision)
+    plain = [way for way in (precision, *others, *fewer) if not way.path and way.fed == "whole"]
     own = [_states(adapter, trace, way, sites) for way in plain]
 
     def error(rows: Tensor, place: Site) -> float:
@@ -133,7 +135,7 @@ def _judged(
         if place in exact
     ]
     off = [row for row in table if not row[1] <= row[2]]
-    n = f"n = {len(trace.steps)} rows of {len(table)} arrays in {rung.name}"
+    n = f"n = {len(trace.steps)} rows of {len(table)} arrays in {precision.name}"
     if off:
         (site, layer), mine, limit = off[0]
         said = (

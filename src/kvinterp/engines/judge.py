@@ -33,7 +33,7 @@ from kvinterp.engines.hidden import with_hidden_states
 from kvinterp.engines.ours import TRUTH, Ours, Row
 from kvinterp.engines.readers import read_engine
 from kvinterp.engines.side import Side
-from kvinterp.engines.ways import RUNGS
+from kvinterp.engines.ways import PRECISIONS
 from kvinterp.errors import InputError, KvinterpError
 from kvinterp.models import Adapter, load_model, wrap
 from kvinterp.models.naming import local_folder
@@ -224,7 +224,7 @@ def _declared(paths: Sequence[EnginePath], declared: str | None) -> str | None:
             )
         declared = next(iter(dtypes), None)
     declared = None if declared is None else dtype_word(declared)
-    if declared not in (None, "float64", *(rung.name for rung in RUNGS)):
+    if declared not in (None, "float64", *(precision.name for precision in PRECISIONS)):
         raise InputError(
             f"dtype={declared!r} was declared: expected float64, float32, float16 or bfloat16; leave it out."
         )

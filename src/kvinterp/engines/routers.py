@@ -55,9 +55,9 @@ def in_precision(dtype: str) -> Callable[[nn.Module, int], Iterator[Any]]:
 
     def change(module: nn.Module, args: Any, output: Choice) -> tuple[Tensor, Tensor]:
         # A copy without hooks: this one would call itself.
-        twin = copy.deepcopy(module).to(dtype_named(dtype))
-        twin._forward_hooks.clear()
-        _, weights, experts = twin(args[0].to(dtype_named(dtype)))
+        module_copy = copy.deepcopy(module).to(dtype_named(dtype))
+        module_copy._forward_hooks.clear()
+        _, weights, experts = module_copy(args[0].to(dtype_named(dtype)))
         return weights, experts
 
     return _replaced(change)

@@ -18,7 +18,7 @@ from kvinterp.engines.distance import Distance
 from kvinterp.engines.logged import logged
 from kvinterp.engines.numbers import FEWEST
 from kvinterp.engines.ours import Ours
-from kvinterp.engines.ways import RUNGS
+from kvinterp.engines.ways import PRECISIONS
 from kvinterp.models import Adapter
 from kvinterp.recording.engine_path import EnginePath
 
@@ -85,12 +85,12 @@ class Side:
             after = f"{said}: ask the engine for its log-probs before that."
         # Further off than with every result rounded to a bit fewer; or, at a token, than any way of
         # the next coarser precision. Where none was declared it may be the coarsest.
-        rungs = (
+        precisions = (
             self.distance.table["rungs"]
             if self.declared is not None
             else self.distance.table["rungs"][-1:]
         )
-        first, coarser = rungs[0], rungs[:2][-1]
+        first, coarser = precisions[0], precisions[:2][-1]
         far = ""
         if first["low"] > first["bit_fewer"]:
             far = f"{first['mean']:.3g} times our own distance in {first['precision']}, {first['bit_fewer']:.3g} with a bit fewer"
@@ -148,7 +148,7 @@ class Side:
         not.
         """
         ours = str(self.ours.adapter.dtype).removeprefix("torch.")
-        names = [rung.name for rung in RUNGS]
+        names = [precision.name for precision in PRECISIONS]
         if ours not in names[1:] or self.declared == ours:
             return ""
         # No cause can be named for a difference that is no larger than that of rounded weights.

@@ -86,7 +86,7 @@ TILE = 64
 in float32.
 """
 
-RUNGS = tuple(Way(dtype, dtype=dtype) for dtype in ("float32", "float16", "bfloat16"))
+PRECISIONS = tuple(Way(dtype, dtype=dtype) for dtype in ("float32", "float16", "bfloat16"))
 """The precisions, from fine to coarse."""
 
 
@@ -233,7 +233,7 @@ def _joined(a: Any, b: Any) -> Any:
     return (lambda *given: [*a(*given), *b(*given)]) if a and b else a or b
 
 
-def nulls(rung: Way) -> tuple[list[Way], list[Way]]:
+def nulls(precision: Way) -> tuple[list[Way], list[Way]]:
     """Other ways to compute the same in a precision, which differ by rounding alone; and ways with
     one bit fewer.
 
@@ -243,14 +243,18 @@ def nulls(rung: Way) -> tuple[list[Way], list[Way]]:
     """
 
     def more(bits: int) -> list[Way]:
-        name = f"{rung.name}, every result rounded once more" + ", to a bit fewer" * bits
+        name = f"{precision.name}, every result rounded once more" + ", to a bit fewer" * bits
         return [
-            dataclasses.replace(rung, name=f"{name}, {seed}", hooks=_round_again(seed, 2.0**bits))
+            dataclasses.replace(
+                precision, name=f"{name}, {seed}", hooks=_round_again(seed, 2.0**bits)
+            )
             for seed in (0, 1)
         ]
 
-    cached = dataclasses.replace(rung, name=f"{rung.name} from a cache", path="cached")
-    beside = dataclasses.replace(rung, name=f"{rung.name} beside another row", fed="twice")
+    cached = dataclasses.replace(precision, name=f"{precision.name} from a cache", path="cached")
+    beside = dataclasses.replace(
+        precision, name=f"{precision.name} beside another row", fed="twice"
+    )
     return [cached, beside, *more(0)], more(1)
 
 
@@ -297,7 +301,7 @@ def routing(near: str) -> Iterator[Way]:
     """Yields what routers of experts do otherwise: their choice in 16 bits, one expert more or
     fewer, other weights.
     """
-    names = [rung.name for rung in RUNGS]
+    names = [precision.name for precision in PRECISIONS]
     for dtype in ("bfloat16", "float16"):
         word = "kernel" if names.index(dtype) <= names.index(near) else "wrong-dtype"
         yield Way(f"the router in {dtype}", word, hooks=routers.in_precision(dtype))

@@ -94,13 +94,13 @@ def convert_checkpoint(
     if tokenizer is not None:
         # TransformerLens loads a second tokenizer from the folder that this one's saved arguments
         # name.
-        twin = copy.deepcopy(tokenizer)
+        tokenizer_copy = copy.deepcopy(tokenizer)
         with tempfile.TemporaryDirectory(prefix="kvinterp-") as saved:
             if is_gguf(folder):
                 tokenizer.save_pretrained(saved)
-                twin.init_kwargs["name_or_path"] = saved
-            twin.init_kwargs.setdefault("name_or_path", str(folder))
-            model.set_tokenizer(twin)
+                tokenizer_copy.init_kwargs["name_or_path"] = saved
+            tokenizer_copy.init_kwargs.setdefault("name_or_path", str(folder))
+            model.set_tokenizer(tokenizer_copy)
     return model
 
 

@@ -154,22 +154,22 @@ def cast_transformers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     Buffers that no checkpoint holds (RoPE frequencies) keep the dtype that loading gave them, as
     with ``from_pretrained(dtype=...)``; ``model.to(float16)`` would round them.
     """
-    twin = copied(model)
-    for parameter in twin.parameters():
+    cast = copied(model)
+    for parameter in cast.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-    for module in twin.modules():
+    for module in cast.modules():
         for name, buffer in module.named_buffers(recurse=False):
             # state_dict() would not do: a bridge names its entries in its own way.
             if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 setattr(module, name, buffer.to(dtype))
     for config in {
-        id(c): c for m in twin.modules() if (c := vars(m).get("config")) is not None
+        id(c): c for m in cast.modules() if (c := vars(m).get("config")) is not None
     }.values():
         if hasattr(config, "dtype"):
             config.dtype = dtype
-    plain_experts(twin, dtype)
-    return twin
+    plain_experts(cast, dtype)
+    return cast
 
 
 def plain_experts(model: Any, dtype: torch.dtype) -> None:
@@ -452,9 +452,9 @@ class NativeAdapter(OnTransformersCache):
 
     def cast(self, dtype: torch.dtype) -> Adapter:
         """Makes a copy with the same weights in another dtype."""
-        twin = NativeAdapter(cast_transformers(self.model, dtype), self.facts.name, self.tokenizer)
-        twin._checked, twin._memory = self._checked, self.memory
-        return twin
+        cast = NativeAdapter(cast_transformers(self.model, dtype), self.facts.name, self.tokenizer)
+        cast._checked, cast._memory = self._checked, self.memory
+        return cast
 
     def read_cache(self, site: str, layer: int, cache: Any) -> Tensor | None:
         """Reads a site from the transformers cache of the user's own forward, after the block

@@ -53,7 +53,7 @@ class PromptDifference:
     @property
     def said(self) -> str:
         """In two sentences."""
-        wide = "" if self.in_float64 is None else f", in float64 by {self.in_float64:.2g}"
+        exact = "" if self.in_float64 is None else f", in float64 by {self.in_float64:.2g}"
         which = "Which of the two is off cannot be told"
         if self.off or self.alone:
             which = (
@@ -63,7 +63,7 @@ class PromptDifference:
             )
         return (
             f"The prompt itself, {self.positions} tokens, differs with and without a cache before anything is decoded: by "
-            f"{self.size:.2g} in its logits, where rounding explains {self.limit:.2g}{wide}. {which}: {self.why}."
+            f"{self.size:.2g} in its logits, where rounding explains {self.limit:.2g}{exact}. {which}: {self.why}."
         )
 
 
@@ -80,27 +80,30 @@ def prompt_difference(adapter: Adapter, tokens: Tensor) -> PromptDifference | No
         if torch.equal(without, cached) or not bool((without - cached).isfinite().any()):
             return None
         size, spread = _apart(without, cached), _apart(without, _without(adapter, tokens))
-        wide = _wide(adapter, tokens) if adapter.dtype != torch.float64 else (without, cached)
-        if wide is None or adapter.dtype == torch.float64:
+        both_in_float64 = (
+            _in_float64(adapter, tokens) if adapter.dtype != torch.float64 else (without, cached)
+        )
+        if both_in_float64 is None or adapter.dtype == torch.float64:
             limit = max(_apart(_moved(adapter, tokens), without), (1 + FURTHER) * spread)
         else:
-            off_without, off_cached = _apart(without, wide[0]), _apart(cached, wide[1])
+            off_without, off_cached = (
+                _apart(without, both_in_float64[0]),
+                _apart(cached, both_in_float64[1]),
+            )
             limit = (1 + FURTHER) * max(min(off_without, off_cached), spread)
         if size <= limit:
             return None
         sizes = tokens.shape[1], size, limit
-        if wide is None:
+        if both_in_float64 is None:
             return PromptDifference(*sizes, None, "", "the model does not run in float64")
-        in_wide = _apart(*wide)
-        if in_wide <= size / 2:
+        left = _apart(*both_in_float64)
+        if left <= size / 2:
             off = "without a cache" if off_without > off_cached else "with a cache"
             far, near = max(off_without, off_cached), min(off_without, off_cached)
             return PromptDifference(
-                *sizes, in_wide, off, f"it is {far:.2g} from float64 of both, the other {near:.2g}"
+                *sizes, left, off, f"it is {far:.2g} from float64 of both, the other {near:.2g}"
             )
-        return PromptDifference(
-            *sizes, in_wide, "", *_alone(adapter, tokens, without, cached, limit)
-        )
+        return PromptDifference(*sizes, left, "", *_alone(adapter, tokens, without, cached, limit))
 
 
 def _alone(
@@ -185,11 +188,11 @@ def _on_cache(adapter: Adapter, tokens: Tensor, piece: int) -> Tensor:
         )
 
 
-def _wide(adapter: Adapter, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
+def _in_float64(adapter: Adapter, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
     """Both in float64, or None where the model does not run there."""
     try:
-        twin = adapter.at(torch.float64)
-        return _without(twin, tokens), _on_cache(twin, tokens, tokens.shape[1])
+        exact = adapter.at(torch.float64)
+        return _without(exact, tokens), _on_cache(exact, tokens, tokens.shape[1])
     # Kernels that take 16 bits only, devices without float64, memory.
     except (KvinterpError, RuntimeError, TypeError, ValueError):
         return None

@@ -211,24 +211,24 @@ class EncoderDecoderSubject(SourcedSubject):
         """
         return next((name for name in CACHES if name in self.adapter.takes), CACHES[0])
 
-    def _encode(self, twin: Adapter, inputs: Mapping[str, Any] | None) -> None:
+    def _encode(self, adapter: Adapter, inputs: Mapping[str, Any] | None) -> None:
         """What the encoder makes of each source alone; side by side, with pads on either side."""
-        name, made, lines = _encoded_inputs(twin, inputs)
+        name, made, lines = _encoded_inputs(adapter, inputs)
         if inputs is not None:
             self.names = {"inputs": dict(inputs)}
-        encoder: Any = twin.source.get_encoder()  # type: ignore[operator]
+        encoder: Any = adapter.source.get_encoder()  # type: ignore[operator]
         with torch.no_grad(), casts_lifted(self.lifted):
             read = [encoder(**{name: one}) for one in made]
         # A decoder may ask its encoder's own class for more than states, such as router logits.
         self.encoded, alone = type(read[0]), [one.last_hidden_state for one in read]
         widths = [one.shape[1] for one in alone]
-        self.seen = torch.zeros(len(made), max(widths), dtype=torch.long, device=twin.device)
+        self.seen = torch.zeros(len(made), max(widths), dtype=torch.long, device=adapter.device)
         for row, width in enumerate(widths):
             # Some of the shorter ones are padded on the left, others on the right.
             end = max(widths) if row % 2 else width
             self.seen[row, end - width : end] = 1
         self.states = torch.zeros(
-            *self.seen.shape, alone[0].shape[-1], dtype=alone[0].dtype, device=twin.device
+            *self.seen.shape, alone[0].shape[-1], dtype=alone[0].dtype, device=adapter.device
         )
         for row, one in enumerate(alone):
             self.states[row, self.seen[row].bool()] = one[0]
@@ -516,12 +516,12 @@ def _of_decoder(model_kwargs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _encoded_inputs(
-    twin: Adapter, inputs: Mapping[str, Any] | None
+    adapter: Adapter, inputs: Mapping[str, Any] | None
 ) -> tuple[str, list[Tensor], list[str]]:
     """What the encoder reads: the argument's name, a tensor a source, and the lines of Python that
     make them.
     """
-    model: Any = twin.source
+    model: Any = adapter.source
     name, config = str(model.main_input_name), model.config
     part = getattr(config, "encoder", None)
     if inputs is not None:
@@ -529,8 +529,8 @@ def _encoded_inputs(
             raise InputError(
                 f"inputs has no {name}, which the encoder of {type(model).__name__} reads: give it by that name."
             )
-        given = torch.as_tensor(inputs[name]).to(twin.device)
-        given = given.to(twin.dtype) if given.is_floating_point() else given
+        given = torch.as_tensor(inputs[name]).to(adapter.device)
+        given = given.to(adapter.dtype) if given.is_floating_point() else given
         lines = [f"sources = torch.as_tensor(inputs[{name!r}]).split(1)"]
         if given.is_floating_point():
             lines = [f"sources = torch.as_tensor(inputs[{name!r}]).to(model.dtype).split(1)"]
@@ -558,7 +558,7 @@ def _encoded_inputs(
             for length in (longest, *SOURCES[1:])
         ]
         lines = [f"sources = [{', '.join(f'torch.tensor({one.tolist()})' for one in made)}]"]
-        return name, [one.to(twin.device) for one in made], lines
+        return name, [one.to(adapter.device) for one in made], lines
     shape = _shape_of_inputs(name, config)
     if shape is None:
         raise InputError(
@@ -567,7 +567,7 @@ def _encoded_inputs(
         )
     made = [
         torch.randn(1, *shape, generator=torch.Generator().manual_seed(row)).to(
-            twin.device, twin.dtype
+            adapter.device, adapter.dtype
         )
         for row in range(TEXTS)
     ]
