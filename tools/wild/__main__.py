@@ -96,7 +96,7 @@ def searched(subject: Any, programs: int) -> dict[str, Any]:
         )
     others = {use: {"word": word, "why": one.why} for (word, use), one in found.others.items()}
     return {
-        "uses": {**others, **{use: {"word": "right", "count": count} for use, count in found.tried.items()}},
+        "uses": {**others, **{use: {"word": "right", "count": count} for use, count in found.right.items()}},
         "wrong": wrong,
         "ran": [found.ran, beyond.ran],
         "worst": found.worst,
