@@ -239,7 +239,9 @@ CONTEXT = 4096
 whatever the prompts here.
 """
 NULLS = 4
-"""The null is measured on prompts of a smaller number: each takes two forwards."""
+"""The first so many prompts have a null: how far the same tokens on the same model are from
+themselves among more rows and before more text. It takes two forwards a prompt.
+"""
 
 
 @dataclasses.dataclass
@@ -264,7 +266,9 @@ class _Pair:
     def __post_init__(self) -> None:
         self.targets = [self.adapter.at(dtype_named(path.dtype)) for path in self.paths]
         for target in self.targets:
-            _NewestRows(target, self.places)
+            _NewestRows(
+                target, self.places
+            )  # Raises what a model cannot give, before anything runs.
         sides = dict(zip("ab", self.paths, strict=True))
         self.provenance = provenance(
             self.adapter,
@@ -415,7 +419,7 @@ class _NewestRows(SiteHook):
     """Keeps the tensors of the newest position, and whole caches, until the next step begins."""
 
     def __init__(self, adapter: Adapter, places: Sequence[Site]) -> None:
-        super().__init__(adapter, places, "newest", rows="known")
+        super().__init__(adapter, places, "newest", evicted="spread")
         self.architecture, self.tensors = adapter.facts.architecture, dict[Site, Tensor]()
 
     def begin_step(self, step: int) -> None:

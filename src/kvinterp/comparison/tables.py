@@ -157,7 +157,9 @@ class Differences:
                 dimension; if rows of the cache were evicted, also the positions of the rest, as
                 site ``ROWS``.
             marks: For each row 1 after its flip, 0 before it, -1 where its text has ended; stays on
-                its device.
+                its device. Sums over K and V, and the rows of attention, are told apart by them now;
+                the other tables get ``after_flip``, and lose what comes behind a text's end, in
+                :func:`kvinterp.comparison.rows.comparison_of_example`.
             flips: Which rows flip their first token at this step, on the same device; None if
                 unknown.
         """
@@ -177,6 +179,7 @@ class Differences:
                     for path in tensors
                 )
                 streams.append(_Piece(step, labels, (a, b)))
+        # The kind of all sites with one vector a position, not of residual streams alone.
         self._wait("residual", streams)
         if "pattern" in layers_of:
             layers = layers_of["pattern"]

@@ -285,7 +285,7 @@ class Adapter(Attaching):
             positions: The position numbers of the new tokens, which do not count masked positions;
                 given with a mask.
         """
-        if store is not None and not store.keeps and self.shows_attention:
+        if store is not None and not store.keeps and self.hands_over_keys_values:
             with self.replacing_keys_values(store.update):
                 return self.logits(tokens, None, mask, positions)
         return self.logits(tokens, store, mask, positions)
@@ -405,11 +405,12 @@ class Adapter(Attaching):
         raise NotImplementedError
 
     @property
-    def shows_attention(self) -> bool:
-        """Whether :meth:`replacing_keys_values` sees each layer once, in the shapes that a cache
-        would receive; asked once.
+    def hands_over_keys_values(self) -> bool:
+        """Whether K and V of a forward without a cache can be replaced: whether
+        :meth:`replacing_keys_values` sees each layer once, in the shapes that a cache would
+        receive; asked once.
         """
-        key = self.facts.attention, "shows attention"
+        key = self.facts.attention, "hands over keys and values"
         if key not in self.checked:
             # Until it is known, forward() shows a store to the model as a cache.
             self.checked[key] = False

@@ -1,7 +1,9 @@
 """The table of sites: the meaning, the group, the axes and TransformerLens's hook of each.
 
-Everything else about a site follows from its row. Axes are the same for every kind of model, after
-the batch.
+The check of names, recording, joining and comparing follow from a site's row, and so does the hook
+of a bridge or a HookedTransformer; where a model of transformers has the tensor does not
+(:mod:`kvinterp.models.native_sites`), and :mod:`kvinterp.common.words` lists the names for editors.
+Axes are the same for every kind of model, after the batch.
 """
 
 from __future__ import annotations

@@ -63,6 +63,8 @@ def lockstep(
 ) -> Iterator[Step]:
     """Advances decoders beside each other, step by step; the caller measures between two steps.
 
+    A row that has ended is still chosen for and fed until all have; :attr:`Step.over` marks it.
+
     Args:
         decoders: What is advanced, in this order.
         steps: Most steps.
@@ -110,7 +112,8 @@ class Collected:
     the host once.
 
     Attributes:
-        padding: Which token ids stand for no token, as the first step has it; None before that.
+        padding: Which ids of the vocabulary stand for no token, as the first step has it; None
+            before that.
     """
 
     def __init__(self) -> None:
@@ -120,7 +123,7 @@ class Collected:
         self._kept: tuple[list[Tensor], ...] = ([], [], [], [])
 
     def add(self, now: Step) -> None:
-        """Adds the tokens of a step, and notes which rows have ended."""
+        """Adds the tokens of a step, and the least and the most of every row's logits."""
         if self.padding is None:
             self.padding = padding_of(now.logits)
             if bool(self.padding.any()):

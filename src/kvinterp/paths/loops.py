@@ -126,7 +126,7 @@ class Runner:
             ]
             stores = [path_store(self.adapter, path, *shape, ()) for shape in shapes]
             self.cache = "; ".join(dict.fromkeys(store.name for store in stores))
-        self._rows = self._rows_to_ask(prompt)
+        self._read_check = self._rows_to_ask(prompt)
         self._store: Store | None = None
         # Without a store a forward reads the keys it made and no others.
         on_store = cached or path.chunk is not None
@@ -189,8 +189,8 @@ class Runner:
         return logits.to(self._device)
 
     def _rows_to_ask(self, prompt: Tensor) -> CachedRows | None:
-        """What asks whether the path reads its cache: the first of a call that keeps all rows and
-        has the machine's kernels.
+        """What checks that attention reads the cached rows, on the first cached path of a call of
+        ``run`` or ``compare`` that keeps all rows and has the machine's kernels; else None.
         """
         path = self.path
         plain = not path.policy.evicts and isinstance(path.kernels, Native)
@@ -204,7 +204,7 @@ class Runner:
         """Hears what attention reads in the prompt and in the first step after it, and warns where
         that is not the cache.
         """
-        rows = self._rows if self.step < 2 else None
+        rows = self._read_check if self.step < 2 else None
         if rows is None:
             yield
             return

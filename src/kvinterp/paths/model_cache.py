@@ -206,7 +206,7 @@ def uncached(
     if isinstance(before, PassThrough) and before.used and not before.policy.acts:
         return before
     batch, length = tokens.shape
-    if not adapter.shows_attention:
+    if not adapter.hands_over_keys_values:
         check_prompt_bits(adapter, batch, length)
     return PassThrough(
         adapter.facts, path.policy, batch, adapter.dtype, adapter.device, reads, prompt=length

@@ -186,6 +186,7 @@ class _Run:
         about: dict[str, Any],
     ) -> Trace:
         tokens, fed, sound, logits = collected
+        # The token of the last step is fed to nobody: that it was chosen says whether it ends.
         followed = [*fed[:-1], tokens[-1]]
         count = length_of(followed, stops)
         fed = fed[: count - 1]

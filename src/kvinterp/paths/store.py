@@ -43,7 +43,7 @@ class Growing(OwnCache):
     def __init__(self, capacity: int, position_major: bool = False) -> None:
         self.capacity, self._position_major = capacity, position_major
         self._room: dict[int, KeysValues] = {}
-        self._rows: dict[int, int] = {}
+        self._counts: dict[int, int] = {}
 
     def append(
         self,
@@ -57,10 +57,10 @@ class Growing(OwnCache):
         """Appends; the first tensors are handed on as they are, and read as a forward without a
         cache reads them.
         """
-        begun = self._rows.get(layer, 0)
+        begun = self._counts.get(layer, 0)
         if layer not in self._room:
             self._room[layer] = self._allocate(keys), self._allocate(values)
-        stop = self._rows[layer] = begun + keys.shape[2]
+        stop = self._counts[layer] = begun + keys.shape[2]
         for room, new in zip(self._room[layer], (keys, values), strict=True):
             room[:, :, begun:stop] = new
         start = 0 if window is None else max(begun - window + 1, 0)
@@ -68,16 +68,16 @@ class Growing(OwnCache):
 
     def keys_values(self, layer: int) -> KeysValues | None:
         """Views of what is held."""
-        return self._between(layer, 0, self._rows[layer]) if layer in self._room else None
+        return self._between(layer, 0, self._counts[layer]) if layer in self._room else None
 
     def memory_of(self, layer: int, handed: KeysValues) -> KeysValues | None:
         """The newest rows of K and V, before they are written."""
-        stop = self._rows[layer]
+        stop = self._counts[layer]
         return self._between(layer, stop - handed[0].shape[2], stop)
 
     def take(self, layer: int, rows: Tensor) -> None:
         """Moves them to the front."""
-        left = self._rows[layer] = rows.shape[2]
+        left = self._counts[layer] = rows.shape[2]
         for room in self._room[layer]:
             room[:, :, :left] = gather_rows(room, rows)
 
@@ -106,7 +106,7 @@ class Store:
         batch: Number of sequences.
         dtype: Compute dtype.
         device: Where the model runs.
-        listeners: Told of every read.
+        listeners: Called with every read; what one returns is read instead, and kept.
         memory: What keeps them, new and empty.
         cache_dtype: Dtype that is kept, if another than the keys and values come in.
         prefill: Positions in whose forwards attention reads keys and values as they were computed;
@@ -141,8 +141,10 @@ class Store:
         )
         self._lengths: dict[int, int] = {}
         self._computed: dict[int, KeysValues] = {}
-        self._put: dict[int, list[Tensor]] = {}
-        self._rows: dict[int, Tensor] = {}
+        # By layer: which rows of K, and of V, a watcher put there, each [batch, kv_head, row].
+        self._patched: dict[int, list[Tensor]] = {}
+        # By layer: the absolute positions of the rows left, [batch, kv_head, row], and their least.
+        self._positions: dict[int, Tensor] = {}
         self._starts: dict[int, int] = {}
         self._places: dict[int, Place] = {}
         if self.policy.evicts and not policy.evicts:
@@ -158,7 +160,7 @@ class Store:
         self.memory.connect(self.update)
 
     def length(self, layer: int) -> int:
-        """Positions put in so far, whatever was let go of since."""
+        """Positions appended so far, whatever was let go of since."""
         return self._lengths.get(layer, 0)
 
     def keys_values(self, layer: int) -> KeysValues:
@@ -193,16 +195,16 @@ class Store:
             return read
         if self.policy.evicts:
             rows = torch.arange(begun, stop, device=keys.device).expand(*handed[0].shape[:2], -1)
-            self._rows[layer] = (
-                torch.cat([self._rows[layer], rows], 2) if layer in self._rows else rows
+            self._positions[layer] = (
+                torch.cat([self._positions[layer], rows], 2) if layer in self._positions else rows
             )
             self._starts.setdefault(layer, begun)
         place = self._places[layer] = self._place(layer, stop, min(stop, handed[0].shape[2]))
         # A static cache hands over all its room, of which the last slots may be empty.
         filled = stop - place.start if place.rows is None else place.rows.shape[2]
-        if layer in self._put:
-            self._put[layer] = [
-                pad(marks, (0, keys.shape[2]))[..., -filled:] for marks in self._put[layer]
+        if layer in self._patched:
+            self._patched[layer] = [
+                pad(marks, (0, keys.shape[2]))[..., -filled:] for marks in self._patched[layer]
             ]
         exact = begun < self.prefill
         if exact and not self._unchanged:
@@ -217,7 +219,7 @@ class Store:
         for listener in self.listeners:
             heard = listener(place, *changed)
             if heard is not None:
-                self._keep(layer, changed, heard, handed)
+                self._write_patch(layer, changed, heard, handed)
                 changed = heard
         if stop < self.prefill and (
             layer in self._computed or any(a is not b for a, b in zip(new, written, strict=True))
@@ -260,7 +262,11 @@ class Store:
                     (rows == inside[..., :-1]).all() & (rows.diff() != 0).all() & bool(rows.numel())
                 )
                 evictions.append(
-                    (layer, rows, torch.stack([right, self._rows[layer].gather(2, inside).min()]))
+                    (
+                        layer,
+                        rows,
+                        torch.stack([right, self._positions[layer].gather(2, inside).min()]),
+                    )
                 )
         # Read at once, because each read waits for the device.
         numbers = (
@@ -272,13 +278,16 @@ class Store:
             if not right:
                 raise InputError(
                     f"policy {self._given} names rows of layer {layer} that are not there, or one twice, or none: expected some "
-                    f"of 0 to {self._rows[layer].shape[2] - 1}, each once."
+                    f"of 0 to {self._positions[layer].shape[2] - 1}, each once."
                 )
             self.memory.take(layer, rows)
-            self._rows[layer], self._starts[layer] = self._rows[layer].gather(2, rows), start
-            if layer in self._put:
-                self._put[layer] = [marks.gather(2, rows) for marks in self._put[layer]]
-        left = {rows.shape[2] for rows in self._rows.values()}
+            self._positions[layer], self._starts[layer] = (
+                self._positions[layer].gather(2, rows),
+                start,
+            )
+            if layer in self._patched:
+                self._patched[layer] = [marks.gather(2, rows) for marks in self._patched[layer]]
+        left = {rows.shape[2] for rows in self._positions.values()}
         if len(left) > 1:
             raise UnsupportedError(
                 f"policy {self._given} keeps {min(left)} rows in one layer and {max(left)} in another, and a model has one mask "
@@ -286,7 +295,7 @@ class Store:
             )
 
     def _place(self, layer: int, stop: int, filled: int) -> Place:
-        rotated, rows = self.facts.cached_keys_rotated, self._rows.get(layer)
+        rotated, rows = self.facts.cached_keys_rotated, self._positions.get(layer)
         if rows is not None:
             return Place(layer, self._starts[layer], stop, rotated, rows=rows, prompt=self.prompt)
         window = self.facts.windows[layer]
@@ -297,23 +306,31 @@ class Store:
     def _as_computed(self, layer: int, new: Pair, written: Pair, handed: Pair, filled: int) -> Pair:
         """Keys and values of a prefill as they were computed, laid out in memory as the cache hands
         them over.
+
+        Args:
+            layer: The block.
+            new: What this forward made, ``[batch, kv_head, row, head_dim]``.
+            written: The same behind the policy and in the cache's dtype.
+            handed: What the memory returned: the rows so far, maybe with empty room behind them.
+            filled: How many of its rows are filled.
         """
         earlier, result = self._computed.get(layer), []
-        for index, (fresh, put, whole) in enumerate(zip(new, written, handed, strict=True)):
-            if fresh is put and earlier is None:
-                result.append(whole.to(fresh.dtype))
+        for index, (made, kept, held) in enumerate(zip(new, written, handed, strict=True)):
+            if made is kept and earlier is None:
+                # The policy left it alone, now and before: what is held is what was computed.
+                result.append(held.to(made.dtype))
                 continue
-            before = filled - fresh.shape[2]
+            before = filled - made.shape[2]
             earlier_rows = (
-                whole[:, :, :before]
+                held[:, :, :before]
                 if earlier is None
                 else earlier[index][:, :, earlier[index].shape[2] - before :]
             )
-            computed = fresh if not before else torch.cat([earlier_rows.to(fresh.dtype), fresh], 2)
+            computed = made if not before else torch.cat([earlier_rows.to(made.dtype), made], 2)
             result.append(
-                fresh
-                if whole is put and not before
-                else _with(whole.to(fresh.dtype), computed, filled)
+                made
+                if held is kept and not before
+                else _with(held.to(made.dtype), computed, filled)
             )
         return result[0], result[1]
 
@@ -322,15 +339,15 @@ class Store:
         put.
         """
         keys, values = self.policy.read(*held_pair, place)
-        if layer not in self._put:
+        if layer not in self._patched:
             return keys, values
-        pairs = zip(self._put[layer], held_pair, (keys, values), strict=True)
+        pairs = zip(self._patched[layer], held_pair, (keys, values), strict=True)
         keys, values = (
             torch.where(marks[..., None], was_held, read) for marks, was_held, read in pairs
         )
         return keys, values
 
-    def _keep(self, layer: int, before: Pair, after: Pair, handed: Pair) -> None:
+    def _write_patch(self, layer: int, before: Pair, after: Pair, handed: Pair) -> None:
         """Keeps the rows that a watcher put in place of others: a patched cache stays patched. All
         others stay as they are.
         """
@@ -355,8 +372,8 @@ class Store:
             marks.append(changed)
         if self.policy.reads:
             # Read as it was put: the policy has no say over what a patch moved.
-            earlier = self._put.get(layer, [torch.zeros_like(mark) for mark in marks])
-            self._put[layer] = [mark | old for mark, old in zip(marks, earlier, strict=True)]
+            earlier = self._patched.get(layer, [torch.zeros_like(mark) for mark in marks])
+            self._patched[layer] = [mark | old for mark, old in zip(marks, earlier, strict=True)]
 
 
 class PassThrough(Store):
@@ -377,7 +394,7 @@ class PassThrough(Store):
         """Always 0: nothing is held."""
         return 0
 
-    def _keep(self, layer: int, before: Pair, after: Pair, handed: Pair) -> None:
+    def _write_patch(self, layer: int, before: Pair, after: Pair, handed: Pair) -> None:
         """There is nothing to keep without a cache."""
 
 

@@ -1,4 +1,11 @@
-"""The interface of policies."""
+"""The interface of policies: what may be done to keys and values on their way into the cache, on
+their way out of it, and once attention has read.
+
+A policy is one file in this folder with one frozen dataclass. The registry finds it there; its text
+form is the class's name in snake case with the values of its fields: ``LowRank`` of rank 8 is
+``low_rank(8)``, and a path with it ``cached+low_rank(8)``. :mod:`kvinterp.paths.store` calls
+the methods, a forward at a time.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +70,27 @@ class Policy:
         return self
 
     def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
-        """The keys and values that the cache keeps of new positions."""
+        """The keys and values that the cache keeps of new positions; called once a layer and
+        forward.
+
+        Args:
+            keys: The new keys, ``[batch, kv_head, row, head_dim]``.
+            values: The new values.
+            place: The layer, and the absolute positions ``start`` to ``stop`` of the new rows.
+        """
         return keys, values
 
     def read(self, keys: Tensor, values: Tensor, place: Place) -> KV:
-        """The keys and values that attention reads of the rows in the cache."""
+        """The keys and values that attention reads; called once a layer and forward, but not in a
+        prefill with ``prefill=exact``. On a recompute path the rows are all those of the forward.
+
+        Args:
+            keys: The keys in the cache, ``[batch, kv_head, row, head_dim]``.
+            values: The values in the cache.
+            place: The layer; ``place.positions`` are the rows' absolute positions, ``place.rows``
+                the same where rows were dropped and None elsewhere, and ``place.remade`` says that
+                a later policy of a chain has already changed these numbers.
+        """
         return keys, values
 
     def keep(
@@ -165,16 +188,17 @@ class Selective(Policy):
     A subclass overrides :meth:`write_rows` (new rows on their way into the cache),
     :meth:`read_rows` (rows of the cache on their way to attention), or both. In other layers and
     heads the same tensor object goes through. A subclass for K or V alone gives ``on`` another
-    default, in a field that is ``kw_only`` as here.
+    default, in a field that is ``kw_only`` as here. What it says of sizes it says in
+    :meth:`element_bits`, which counts for the tensors of ``on`` alone; :meth:`exact_rows` it
+    overrides for those tensors itself.
 
     Attributes:
         on: ``"kv"``, ``"k"`` or ``"v"``.
         layers: The layers; empty for all.
         heads: The KV heads; empty for all.
-        keys: ``"before"`` or ``"after"`` RoPE refuses a kind of model that caches its keys on the
-            other side. ``"cached"``
-            takes keys as the model caches them: ``hooked`` before RoPE, ``native`` and ``bridge``
-                after it.
+        keys: The side of RoPE on which the policy wants keys: ``"before"`` or ``"after"``, where a
+            kind of model that caches them on the other side is refused; or ``"cached"``, as the
+            model caches them: ``hooked`` before RoPE, ``native`` and ``bridge`` after it.
     """
 
     on: Literal["kv", "k", "v"] = "kv"

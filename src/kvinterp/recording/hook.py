@@ -21,7 +21,7 @@ from kvinterp.models.attaching import Listener, Site
 from kvinterp.models.caches import Place, gather_rows
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS
 
-LOGITS: Site = ("logits", -1)
+LOGITS: Site = ("logits", -1)  # A Site is a pair: the name of a site, and a layer.
 """The place of the newest position's logits ``[batch, vocab]``, which a hook may replace."""
 
 
@@ -68,22 +68,26 @@ class SiteHook(PathHook):
         places: The sites and layers.
         positions: ``"all"``, or ``"newest"`` if :meth:`see` uses the newest row alone, so that no
             other is derived.
-        rows: How keys are aligned if a policy evicted rows. ``"whole"``: patterns are shown over
-            all positions, and a cache site is an error; ``"known"``: patterns too, and :meth:`see`
-            aligns the cache sites by the rows that a :class:`Place` names; ``"any"``: patterns and
-            cache sites come as they are.
+        evicted: What is done where a policy has evicted rows. ``"refuse"``: patterns are spread
+            over all positions, and a cache site is an error; ``"spread"``: patterns too, and
+            :meth:`see` aligns the cache sites by the rows that a :class:`Place` names;
+            ``"as read"``: patterns and cache sites come with the rows that are left.
 
     Raises:
         UnsupportedError: This kind of model cannot give a site.
     """
 
     def __init__(
-        self, adapter: Adapter, places: Iterable[Site], positions: str = "all", rows: str = "whole"
+        self,
+        adapter: Adapter,
+        places: Iterable[Site],
+        positions: str = "all",
+        evicted: str = "refuse",
     ) -> None:
         self._newest, self._align, self._whole = (
             positions == "newest",
-            rows != "any",
-            rows == "whole",
+            evicted != "as read",
+            evicted == "refuse",
         )
         self.listeners: dict[Site, Listener] = {}
         self._reads: dict[int, list[str]] = {}
@@ -169,7 +173,7 @@ class SiteHook(PathHook):
                 self._aligned(site, layer, tensor) if layer in self._rows else tensor,
             )
 
-        # The adapter reads this attribute.
+        # models/attaching.py then derives the pattern of the newest query's row alone.
         listener.newest_row = self._newest  # type: ignore[attr-defined]
         return listener
 
@@ -198,7 +202,7 @@ class SiteHook(PathHook):
                 f"site {site!r} needs a cache of keys and values in every layer, and {adapter.facts.architecture} keeps "
                 "other state in some: record resid_post, attn_out or mlp_out instead."
             )
-        # A hook shows the keys that a cache holds unrotated as attention reads them.
+        # This cache holds unrotated keys: those that attention reads come from a hook at cache_k.
         if site == "cache_k" and not self._rotated_in_cache and adapter.supports("cache_k", layer):
             self.listeners["cache_k", layer] = self._listener("cache_k", layer)
             return

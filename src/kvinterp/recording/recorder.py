@@ -37,7 +37,7 @@ class Recorder(SiteHook):
         sites: Names of sites, groups, or TransformerLens's hooks (``blocks.1.attn.hook_pattern``),
             as a list or comma-separated.
         layers: Layers to keep (default: all).
-        heads: Query heads to keep of q, z, attn_scores and pattern (default: all).
+        heads: Query heads to keep of q, z, result, attn_scores and pattern (default: all).
         kv_heads: KV heads to keep of k, v and the cache sites (default: all).
         steps: Decode steps to keep (default: all). Step 0 is the prefill.
         positions: ``"newest"``, or -1 (the last query position; for cache sites the last key), or
@@ -98,7 +98,7 @@ class Recorder(SiteHook):
         self.recorded_steps: list[int] = []
         self._pieces: dict[Site, list[Tensor]] = {}
         self._on = False
-        super().__init__(adapter, self.kept, positions, rows="any")
+        super().__init__(adapter, self.kept, positions, evicted="as read")
 
     def __repr__(self) -> str:
         """Names the sites, layers, model and number of forwards in one line."""
@@ -154,7 +154,7 @@ class Recorder(SiteHook):
         self._pieces.setdefault((site, layer), []).append(tensor.clone())
 
     def _packed(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors of a step as they are kept."""
+        """The tensors of a step as they are kept; a recorder of generations packs them."""
         return tensors
 
     def _joined(self, site: str, pieces: list[Tensor]) -> Tensor:
