@@ -5,6 +5,7 @@ A ``forward`` replaced on an instance, or an SAE in a hook, was reported as a pr
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,12 @@ import torch
 from torch import nn
 
 import kvinterp as kv
+from kvinterp.auditing.programs.model_subject import ModelSubject
+from kvinterp.auditing.programs.names import program_named
+from kvinterp.auditing.programs.outcome import REFUSED, WRONG
+from kvinterp.auditing.programs.running import Run
+from kvinterp.auditing.programs.search import Searched
+from kvinterp.auditing.subjects import subject_instead
 from kvinterp.errors import UnsupportedError
 from support import PROMPT, bare_hooked_transformer
 
@@ -120,3 +127,37 @@ def test_a_path_in_another_dtype_is_refused_in_a_sentence() -> None:
     _sae(model)
     with pytest.raises(UnsupportedError, match="does not follow a cast to float64"):
         kv.run(model, PROMPT, "recompute@float64", max_new_tokens=2)
+
+
+def test_the_precision_is_the_weights_where_logits_come_wider():
+    """Mamba2 computes in bfloat16 and gives its logits in float32: a decode step was off by a rounding, and called wrong."""
+    model = _native().bfloat16()
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda rows: own(rows).float()
+    subject = ModelSubject(kv.wrap(model), ())
+    assert subject.plain(subject.tensor([[5, 6]])).dtype == torch.float32
+    assert subject.noise >= torch.finfo(torch.bfloat16).eps
+
+
+def test_what_is_wrong_before_it_could_be_refused_does_not_say_that_a_cast_is_not_followed():
+    model = _native()
+    adapter = kv.wrap(model)
+    raised = Run(ModelSubject(adapter), program_named("rows(0)+feed(3)+feed(1)"))
+    raised.raised, raised.word = "ValueError: no cache", REFUSED
+    found = Searched(others={"decode step": raised})
+    own, said = subject_instead(adapter, found, ModelSubject) or (None, "")
+    assert own is not None
+    assert said == raised.raised
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def late(*given: Any, past_key_values: Any = None, **more: Any) -> Any:
+        filled = past_key_values is not None and past_key_values.get_seq_length() > 0
+        out = forward(*given, past_key_values=past_key_values, **more)
+        out.logits = out.logits * (1.1 if filled else 1.0)
+        return out
+
+    model.forward = late
+    assert subject_instead(adapter, found, ModelSubject) is None
+    raised.word = WRONG
+    assert subject_instead(adapter, found, ModelSubject) is not None

@@ -53,12 +53,13 @@ def subject_instead(
     adapter: Adapter, found: Searched, make: Callable[..., ModelSubject]
 ) -> tuple[ModelSubject, str] | None:
     """The model as it is, and what a program raises in float64 that runs on it; None where none
-    does.
+    does. What a library refuses it may refuse on it too, where the program was not wrong before.
     """
     for one in [run for run in (*found.wrong, *found.others.values()) if run.raised]:
         with contextlib.suppress(Exception):
             own = make(adapter, ())
-            if not run_program(own, one.program).raised:
+            again = run_program(own, one.program)
+            if not again.raised and (again.word != WRONG or one.word == WRONG):
                 return own, one.raised
     return None
 

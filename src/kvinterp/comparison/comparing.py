@@ -73,7 +73,8 @@ def compare(
         prompts: One prompt or a list: texts, :class:`Prompt`, or token ids.
         a: The leading path: in the matched protocol both are fed the tokens it chooses.
         b: The path it is compared with.
-        protocol: ``"matched"`` or ``"free"``; see PROTOCOLS.
+        protocol: ``"matched"``: both are fed the tokens that the leading path chooses; ``"free"``:
+            each its own.
         strategy: How tokens are chosen; both paths draw from the same random number at each step.
         max_new_tokens: Most steps; step 0 is the token the prefill decides.
         seed: Seeds the random numbers.
@@ -87,6 +88,7 @@ def compare(
         layers: Layers to compare (default: all).
         stop: ``"end of sequence"`` or ``"length"``.
         batch_size: Most prompts in a batch; used only where the bits were checked to stay the same.
+            Prompts of other lengths run in batches of their own and are never padded.
         cache_errors: ``"aggregated"`` gives the errors of K and V by step and by position
             separately; ``"whole"`` every position at every step besides, which is quadratic in the
             steps.

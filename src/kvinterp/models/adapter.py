@@ -308,8 +308,9 @@ class Adapter(Attaching):
         """Returns a copy of this model that computes in ``dtype``, or this model itself where that
         is its dtype.
 
-        A copy has none of kvinterp's own hooks. Inside :meth:`one_call` it is made once, outside of
-        it every time.
+        A copy has none of kvinterp's own hooks. Inside :meth:`one_call`, which run, compare and the
+        others enter by :func:`kvinterp.models.threads.own_threads`, it is made once, outside of it
+        every time.
         """
         if dtype is None or dtype == self.dtype:
             return self

@@ -112,7 +112,9 @@ VECTOR_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.gathers)
 """Sites that have one vector, or one a head, at each position."""
 CACHE_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "cache")
 WITHIN_MLP = tuple(site for site, layout in LAYOUTS.items() if layout.group == "mlp")
-"""Sites inside an MLP, which some layers of a model may lack."""
+"""Sites inside an MLP, which some layers of a model may lack: those are left out where the others
+have it. Of any other site a lack is refused.
+"""
 MLP_SITES = ("mlp_out", *WITHIN_MLP)
 """All sites of the MLP, which come after ``resid_mid``."""
 ATTENDED_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.keys)

@@ -82,6 +82,8 @@ def recompute_loop(
     tokens, store = prompt, None
     while True:
         begin()
+        # None where nobody reads K and V; one that keeps nothing where somebody does; in a pass in
+        # pieces one that keeps them from piece to piece.
         store = uncached(adapter, path, tokens, stores, hears, store)
         logits = _forward(adapter, tokens, store, path.chunk)
         token = yield logits[:, -1]
@@ -128,7 +130,7 @@ class Runner:
             self.cache = "; ".join(dict.fromkeys(store.name for store in stores))
         self._read_check = self._rows_to_ask(prompt)
         self._store: Store | None = None
-        # Without a store a forward reads the keys it made and no others.
+        # Without a memory a forward reads the keys it made and no others.
         on_store = cached or path.chunk is not None
         attended = {
             place

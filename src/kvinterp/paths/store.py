@@ -150,12 +150,12 @@ class Store:
         if self.policy.evicts and not policy.evicts:
             # Masks, positions and every refusal rest on the policy's own word.
             raise InputError(
-                f"policy {policy} starts a twin that lets go of rows, and does not say so: give the policy evicts = True."
+                f"policy {policy} starts as one that lets go of rows, and does not say so: give the policy evicts = True."
             )
         if policy.evicts:
             self.memory.let_go(f"policy {policy}")
-        # Without a policy and a narrower cache rows are kept as they come: the memory's own update
-        # is enough, and hooks hear it.
+        # Without a policy and a narrower cache rows are kept as they come: update() then only
+        # appends, and tells the listeners.
         self._unchanged = cache_dtype is None and not self.policy.acts
         self.memory.connect(self.update)
 

@@ -96,17 +96,21 @@ class Policy:
     def keep(
         self, keys: Tensor, values: Tensor, place: Place
     ) -> Int[Tensor, "*batch_and_kv_head kept"] | None:
-        """Chooses the rows of the cache that stay for the forwards that follow; called after
-        attention has read.
+        """Chooses the rows of the cache that stay for the forwards that follow.
+
+        Called once a layer after every forward, decode steps too, but not before an exact prefill
+        is over. A policy that overrides it evicts (:attr:`evicts`).
 
         Args:
             keys: The keys in the cache, ``[batch, kv_head, row, head_dim]``.
             values: The values in the cache.
-            place: The layer and positions; ``place.positions`` are the rows' absolute positions.
+            place: The layer; ``place.positions`` are the rows' absolute positions, and
+                ``place.prompt`` is the number of positions of the prompt, 0 where it is not known:
+                ``place.stop`` equals it once the prefill is over.
 
         Returns:
-            Indices of rows, ``[kept]`` for all heads alike or ``[batch, kv_head, kept]``; as many
-            in every layer. None for all.
+            Indices of rows, ``[kept]`` for all heads alike or ``[batch, kv_head, kept]``: in any
+            order, each once, at least one, as many in every layer. None for all.
         """
         return None
 

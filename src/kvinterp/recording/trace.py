@@ -179,7 +179,8 @@ class Trace:
 
     def __getitem__(self, place: Site | str) -> Tensor:
         """Returns one site at one layer, stacked over the recorded steps; ragged lengths are padded
-        with NaN (positions with -1).
+        at their end with NaN (positions with -1). The tensor of a step as it was is
+        ``records[place][steps.index(step)]``.
 
         Args:
             place: A site and a layer, ``("pattern", 1)``, or a hook's name,

@@ -10,6 +10,8 @@ import io
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvinterp as kv
 from kvinterp.auditing.programs.model_subject import ModelSubject
@@ -169,6 +171,17 @@ def test_a_fault_of_every_way_of_calling_is_said_of_the_plain_one_alone():
     assert found.ran > 9
     assert found.wrong
     assert not any(one.program.rows.ways for one in found.wrong), [str(one.program) for one in found.wrong]
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_texts_are_packed_where_attention_heeds_a_mask(monkeypatch, heeds):
+    """A Llama whose user put long convolutions in attention's place mixes what stands in a row, and promises no packing."""
+
+    def attend(module, query, key, value, mask, **options):
+        return sdpa_attention_forward(module, query, key, value, mask if heeds else None, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
+    assert subject_of("").packs is heeds
 
 
 def test_sampled_drafts_that_are_wrong_are_seen():

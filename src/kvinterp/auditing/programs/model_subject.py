@@ -126,6 +126,7 @@ class ModelSubject(Subject):
         self.compiles = self.native and adapter.facts.layers <= COMPILED
         with self.running():
             self.caches = self._caches()
+        self.eps = torch.finfo(adapter.dtype).eps
         self.measure()
         if kind is not None:
             self._measure_cache()
@@ -394,16 +395,25 @@ class ModelSubject(Subject):
 
     @functools.cached_property
     def packs(self) -> bool:  # type: ignore[override]
-        """Where every layer attends, and the forward gives positions to what makes transformers'
-        masks.
+        """Where every layer attends by a mask, and the forward gives positions to what makes
+        transformers' masks.
         """
         if not self.native or self.offset is None or not self.adapter.attention_only:
             return False
+        text, pads = self.tokens[:4], self.tokens[:2]
         positions = self.tensor([range(self.offset, self.offset + 4)])
+        begun = torch.cat([positions[:, :1].expand(1, 2), positions], 1)
+        mask = self.tensor([[0, 0, 1, 1, 1, 1]])
         with self.running():
-            return looks_for_packed_texts(
-                lambda: self.plain(self.tensor([self.tokens[:4]]), position_ids=positions)
+            if not looks_for_packed_texts(
+                lambda: self.plain(self.tensor([text]), position_ids=positions)
+            ):
+                return False
+            # An attention that heeds no mask, as one that its user put in, keeps no texts apart.
+            padded = self.plain(
+                self.tensor([[*pads, *text]]), attention_mask=mask, position_ids=begun
             )
+        return apart(padded[0, 2:], self.alone(text)) <= self.limit
 
     def _attends(self, name: str) -> bool:
         """Whether the model's class says that it can be set to this attention."""

@@ -113,6 +113,7 @@ class Subject(abc.ABC):
         offset: What the position of the first token is, as far as positions are told; None where
             they are not.
         noise: How far the plain forward is from itself, of its largest logit.
+        eps: The precision of the dtype that it computes in; 0 where that of its logits says it.
         rows: The most rows of a batch; one where a batch alone changes the plain forward.
         room: The most columns of a program that is drawn.
         context: The most that the model has.
@@ -158,7 +159,7 @@ class Subject(abc.ABC):
     offset: int | None = None
     special: frozenset[int] = frozenset()
     controls: tuple[int, ...] = ()
-    rows, room, context, vocabulary, known, noise = 1, ROOM, ROOM, WORDS, WORDS, 0.0
+    rows, room, context, vocabulary, known, noise, eps = 1, ROOM, ROOM, WORDS, WORDS, 0.0, 0.0
     pad, end = 0, 0
     sizes: tuple[tuple[int, ...], tuple[int, ...]] = ((7,), (7,))
     caches: tuple[str, ...] = ("own",)
@@ -338,8 +339,10 @@ class Subject(abc.ABC):
                 for made, text in zip(whole, texts, strict=True)
                 for k in (1, 7, most)
             ]
-            self.noise = max([*shorter, torch.finfo(whole[0].dtype).eps])
-            if self.noise <= max(NOT_ONE**2, 8 * torch.finfo(whole[0].dtype).eps):
+            # Logits of a model in 16 bits may come in float32.
+            eps = max(self.eps, torch.finfo(whole[0].dtype).eps)
+            self.noise = max([*shorter, eps])
+            if self.noise <= max(NOT_ONE**2, 8 * eps):
                 break
             # RoPE that turns otherwise once a text is long changes its beginning: a short one tells
             # it from noise.
