@@ -207,15 +207,15 @@ class PathLM(TemplateLM):
         self, contexts: Mapping[int, str], how: dict[str, Any], done: Callable[[int], object]
     ) -> dict[int, str]:
         most = int(how["max_gen_toks"])
-        room = self.max_length - most
-        if room < 1:
+        max_prompt = self.max_length - most
+        if max_prompt < 1:
             raise InputError(
                 f"a task asks for {most} new tokens, and the context of {self.adapter.facts.name} has {self.max_length} "
                 "positions: take a task that asks for fewer."
             )
         encoded = [self.tok_encode(text) for text in contexts.values()]
-        self.counts["truncated"] += sum(len(tokens) > room for tokens in encoded)
-        prompts = [tokens[-room:] for tokens in encoded]
+        self.counts["truncated"] += sum(len(tokens) > max_prompt for tokens in encoded)
+        prompts = [tokens[-max_prompt:] for tokens in encoded]
         through = self.through if most == 1 else 0
         self._count(
             [(len(prompt), prefilled(self.path, len(prompt), through), most) for prompt in prompts]
@@ -259,9 +259,9 @@ class PathLM(TemplateLM):
                 f"a continuation has {len(continuation)} tokens, and the context of {self.adapter.facts.name} has "
                 f"{self.max_length} positions: it cannot be scored."
             )
-        room = self.max_length + 1 - len(continuation)
-        self.counts["truncated"] += len(context) > room
-        return list(context)[-room:], list(continuation)
+        max_context = self.max_length + 1 - len(continuation)
+        self.counts["truncated"] += len(context) > max_context
+        return list(context)[-max_context:], list(continuation)
 
     def _count(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         """Counts requests, given of each the context's tokens, those prefilled, and the tokens of

@@ -173,7 +173,7 @@ class CacheErrors:
                 "after_flip": [0, 1],
             }
             table.add(
-                {**places, "tensor": [tensor], "position": np.arange(sums.room)}, sums.means()
+                {**places, "tensor": [tensor], "position": np.arange(sums.capacity)}, sums.means()
             )
         frame = table.frame()
         return frame[frame["vectors"] > 0].astype({"after_flip": bool}).reset_index(drop=True)
@@ -185,7 +185,7 @@ class _Sums:
     """
 
     def __init__(self, layers: int, like: Tensor) -> None:
-        self.shape, self.room = (2, layers, *like.shape[2:4]), 0
+        self.shape, self.capacity = (2, layers, *like.shape[2:4]), 0
         self.summed, self.most = (
             like.new_zeros(len(names), *self.shape, 0) for names in (ADDED, MOST)
         )
@@ -194,14 +194,14 @@ class _Sums:
         self, layers: Sequence[int], start: int, summed: Tensor, most: Tensor, marks: Sequence[int]
     ) -> None:
         stop = start + summed.shape[-1]
-        if stop > self.room:
+        if stop > self.capacity:
             # Twice what is needed, so that a long decode moves it a few times and not at every
             # step.
             self.summed, self.most = (
-                torch.nn.functional.pad(sums, (0, 2 * stop - self.room))
+                torch.nn.functional.pad(sums, (0, 2 * stop - self.capacity))
                 for sums in (self.summed, self.most)
             )
-            self.room = 2 * stop
+            self.capacity = 2 * stop
         for kind in (0, 1):
             rows = [row for row, mark in enumerate(marks) if mark == kind]
             for (to, source), (row, _) in itertools.product(

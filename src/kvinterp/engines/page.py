@@ -162,9 +162,9 @@ def shaded(
     )
     # As line 1 and the map count them; the name is the file's.
     numbers = {name: number for number, name in enumerate(table["sequence"].unique(), 1)}
-    sequences, room = [], TOKENS
+    sequences, budget = [], TOKENS
     for name, mean, largest, count in order.itertuples():
-        if room <= 0:
+        if budget <= 0:
             break
         rows = groups.get_group(name)
         sequences.append({
@@ -174,10 +174,10 @@ def shaded(
             "largest": largest,
             "given": count,
             "length": len(rows),
-            "tokens": _looks(rows.head(room), begins),
-            "cut": room if len(rows) > room else 0,
+            "tokens": _looks(rows.head(budget), begins),
+            "cut": budget if len(rows) > budget else 0,
         })  # fmt: skip
-        room -= len(rows)
+        budget -= len(rows)
     behind = (table["position"] >= (np.inf if begins is None else begins)) & table[
         "difference"
     ].notna()

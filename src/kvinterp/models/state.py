@@ -173,12 +173,12 @@ class Snapshot:
                 self._numbers += [number] * (1 + len(names))
         self._versions = [*map(_version, self._tensors)]
         self._copies: dict[int, Tensor] = {}
-        room = COPIED
+        budget = COPIED
         for number in sorted(
             range(len(self._tensors)), key=lambda number: self._tensors[number].nbytes
         ):
-            room -= self._tensors[number].nbytes
-            if room >= 0:
+            budget -= self._tensors[number].nbytes
+            if budget >= 0:
                 self._copies[number] = self._tensors[number].detach().clone()
 
     def take_out(self, search: str = "quick") -> Leftover:

@@ -570,11 +570,12 @@ class PatchBench:
                 self._pure.capture([*prompt, *fed[: steps[0]]])
             rows = [self._pure.patched([*prompt, *fed[:step]], step, hook) for step in steps]
         else:
-            room, row = steps[-1] + 1, torch.tensor([prompt], device=self.adapter.device)
-            with Runner(self.adapter, self._paths["cached"], row, room, [hook]) as runner:
+            max_new_tokens, row = steps[-1] + 1, torch.tensor([prompt], device=self.adapter.device)
+            with Runner(self.adapter, self._paths["cached"], row, max_new_tokens, [hook]) as runner:
                 forced = fed_to_all(fed, 1, 1, row.device)
                 every = [
-                    step.logits[0][0].clone() for step in lockstep([runner], room, given=forced)
+                    step.logits[0][0].clone()
+                    for step in lockstep([runner], max_new_tokens, given=forced)
                 ]
             rows = [every[step] for step in steps]
         return torch.stack(rows), read_changes([hook])[0][0]

@@ -243,7 +243,7 @@ def advance_beside(
         prompt: Token ids.
         other: Token ids of another prompt, for the control whose donor it is.
     """
-    adapter, room, count, cached = (
+    adapter, max_new_tokens, count, cached = (
         setting.adapter,
         setting.max_new_tokens,
         len(prompt),
@@ -282,11 +282,11 @@ def advance_beside(
             path: ExecutionPath, tokens: Sequence[int], hook: PathHook, rows: int = 1
         ) -> Runner:
             row = torch.tensor([list(tokens)] * rows, device=adapter.device)
-            return stack.enter_context(Runner(adapter, path, row, room, [hook]))
+            return stack.enter_context(Runner(adapter, path, row, max_new_tokens, [hook]))
 
         def patched_decoders(patch_hooks: Sequence[PatchHook]) -> Iterator[Decoder]:
             if not cached:
-                pure.batch(patch_hooks, prompt, room, setting.batch_size)
+                pure.batch(patch_hooks, prompt, max_new_tokens, setting.batch_size)
                 yield from (RecomputeDecoder(pure, prompt, hook) for hook in patch_hooks)
                 return
             # Runs that are fed their own tokens cannot share a batch: their caches would differ in length
@@ -296,7 +296,7 @@ def advance_beside(
                 setting.base,
                 patch_hooks,
                 prompt,
-                room,
+                max_new_tokens,
                 setting.batch_size if matched else 1,
             ):
                 if len(batch) == 1:
@@ -309,7 +309,9 @@ def advance_beside(
         # Blocks' outputs are kept at these steps, so that runs on the same tokens can begin at
         # their first patched block.
         captured = [
-            step for step in range(room) if any(plan.patch.active(step) for plan in planned)
+            step
+            for step in range(max_new_tokens)
+            if any(plan.patch.active(step) for plan in planned)
         ]
         running: list[Decoder] = [runner(setting.donor, prompt, donors[""])]
         running.append(
@@ -329,7 +331,7 @@ def advance_beside(
             for number in range(len(running))
         ]
         ends = end_tokens(adapter, adapter.device) if setting.stop == "end of sequence" else None
-        for step in lockstep(running, room, follows=follows, ends=ends, ended_by=[lead]):
+        for step in lockstep(running, max_new_tokens, follows=follows, ends=ends, ended_by=[lead]):
             donor, *rows = (step.logits[at][0] for at in (0, 1, *map(columns.__getitem__, runs)))
             distances.append(_distances(setting.distances, donor, rows))
             if not cached:

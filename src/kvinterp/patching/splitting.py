@@ -189,7 +189,9 @@ class StreamRunner(Runner):
             [PlantHook(split.plant)] if split.plant is not None and path.form == "cached" else []
         )
         prompt = torch.tensor([split.prompt], device=split.adapter.device)
-        super().__init__(split.adapter, path, prompt, split.room, [*planted, *hooks, self.observer])
+        super().__init__(
+            split.adapter, path, prompt, split.max_new_tokens, [*planted, *hooks, self.observer]
+        )
 
     def outputs(self, token: Tensor | None) -> Outputs:
         """Feeds a token and returns the outputs of the step."""
@@ -203,7 +205,7 @@ class Split:
         adapter: The model.
         paths: The cached and the recompute path.
         prompt: Token ids.
-        room: Most steps.
+        max_new_tokens: Most steps.
         suffix: Tokens put after the prefix in the nulls.
         plant: A difference to plant in the cached path.
         stop: ``"end of sequence"`` or ``"length"``.
@@ -221,12 +223,17 @@ class Split:
         adapter: Adapter,
         paths: tuple[ExecutionPath, ExecutionPath],
         prompt: Sequence[int],
-        room: int,
+        max_new_tokens: int,
         suffix: int,
         plant: Plant | None,
         stop: str = "end of sequence",
     ) -> None:
-        self.adapter, self.prompt, self.room, self.plant = adapter, list(prompt), room, plant
+        self.adapter, self.prompt, self.max_new_tokens, self.plant = (
+            adapter,
+            list(prompt),
+            max_new_tokens,
+            plant,
+        )
         self.ends = end_tokens(adapter, adapter.device) if stop == "end of sequence" else None
         cached, self.recompute = paths
         self.pure = PureRecompute(adapter, self.recompute)
@@ -282,7 +289,7 @@ class Split:
             one_row = {name: stream_runner(self.one_row, rows) for name, rows in replaced.items()}
             fed = [torch.tensor(self.prompt, device=self.adapter.device)]
             among = longer_among = self.now
-            for step in lockstep([cached, recompute], self.room, ends=self.ends):
+            for step in lockstep([cached, recompute], self.max_new_tokens, ends=self.ends):
                 token, end = step.fed[0], prompt + step.number
                 fed += [] if token is None else [token.to(fed[0].device)]
                 pairs = zip(("cached", "recompute"), (cached, recompute), step.logits, strict=True)

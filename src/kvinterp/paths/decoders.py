@@ -43,14 +43,14 @@ class Memory:
         adapter: Adapter,
         path: ExecutionPath,
         prompt: Tensor,
-        room: int,
+        max_new_tokens: int,
         hooks: Sequence[Any] = (),
     ) -> _Remembered:
         """A decoder that computes only what is not known yet; made as a :class:`Runner` is, whose bits
         it gives.
         """
         logits = self._known.setdefault((str(path), _rows(prompt)), {})
-        return _Remembered(logits, adapter, path, prompt, room)
+        return _Remembered(logits, adapter, path, prompt, max_new_tokens)
 
 
 class _Remembered:
@@ -60,18 +60,18 @@ class _Remembered:
         adapter: Adapter,
         path: ExecutionPath,
         prompt: Tensor,
-        room: int,
+        max_new_tokens: int,
     ) -> None:
-        self._known, self._adapter, self._path, self._prompt, self._room = (
+        self._known, self._adapter, self._path, self._prompt, self._max_new_tokens = (
             logits,
             adapter,
             path,
             prompt,
-            room,
+            max_new_tokens,
         )
         self._fed: list[Tensor] = []
         self._key: Fed = ()
-        self._runner = Runner(adapter, path, prompt, room)
+        self._runner = Runner(adapter, path, prompt, max_new_tokens)
         self._begun, self._attached = 0, contextlib.ExitStack()
         self.cache = self._runner.cache
 
@@ -102,7 +102,7 @@ class _Remembered:
             self._attached.close()
             whole = torch.cat([self._prompt, *(token[:, None] for token in self._fed)], 1)
             self._runner, self._begun = (
-                Runner(self._adapter, self._path, whole, self._room - at),
+                Runner(self._adapter, self._path, whole, self._max_new_tokens - at),
                 at,
             )
             self._attached.enter_context(self._runner)
@@ -128,7 +128,7 @@ class Suffixed:
         adapter: Adapter,
         path: ExecutionPath,
         prompt: Tensor,
-        room: int,
+        max_new_tokens: int,
         hooks: Sequence[Any] = (),
     ) -> None:
         self._adapter, self._path, self._tokens = adapter.at(dtype_named(path.dtype)), path, prompt

@@ -43,7 +43,7 @@ def cached_loop(
     adapter: Adapter,
     path: ExecutionPath,
     prompt: Tensor,
-    room: int,
+    max_new_tokens: int,
     stores: Stores,
     hears: Sequence[PathHook],
     begin: Begin,
@@ -54,7 +54,9 @@ def cached_loop(
     tokens, begun = prompt, 0
     while True:
         begin()
-        store = stores(adapter, path, tokens.shape[0], tokens.shape[1], room - begun, hears)
+        store = stores(
+            adapter, path, tokens.shape[0], tokens.shape[1], max_new_tokens - begun, hears
+        )
         logits = _forward(adapter, tokens, store, path.chunk)
         steps = itertools.count(1) if path.refresh is None else range(1, path.refresh)
         fed = []
@@ -71,7 +73,7 @@ def recompute_loop(
     adapter: Adapter,
     path: ExecutionPath,
     prompt: Tensor,
-    room: int,
+    max_new_tokens: int,
     stores: Stores,
     hears: Sequence[PathHook],
     begin: Begin,
@@ -97,7 +99,7 @@ class Runner:
         adapter: The model; it is brought to the path's dtype.
         path: How to run it.
         prompt: Token ids, ``[batch, position]``.
-        room: Most tokens that will be fed after the prompt.
+        max_new_tokens: Most tokens that will be fed after the prompt.
         hooks: Made for ``adapter.at(path.dtype)``; they hear every forward in order.
 
     Attributes:
@@ -110,7 +112,7 @@ class Runner:
         adapter: Adapter,
         path: ExecutionPath,
         prompt: Tensor,
-        room: int,
+        max_new_tokens: int,
         hooks: Sequence[PathHook] = (),
     ) -> None:
         self.adapter = adapter.at(dtype_named(path.dtype))
@@ -121,9 +123,13 @@ class Runner:
         if cached or path.chunk is not None:
             # Whatever is to be found out about this model's cache is found out here, before
             # anything is heard.
-            begun = range(0, room, path.refresh) if cached and path.refresh and room else (0,)
+            begun = (
+                range(0, max_new_tokens, path.refresh)
+                if cached and path.refresh and max_new_tokens
+                else (0,)
+            )
             shapes = [
-                (len(prompt), prompt.shape[1] + step, room - step if cached else 0)
+                (len(prompt), prompt.shape[1] + step, max_new_tokens - step if cached else 0)
                 for step in begun
             ]
             stores = [path_store(self.adapter, path, *shape, ()) for shape in shapes]
@@ -140,7 +146,7 @@ class Runner:
         }
         self._beside: Runner | None = None
         if path.smooth is not None:
-            path = self._smoothed(path, prompt, room)
+            path = self._smoothed(path, prompt, max_new_tokens)
         listeners = [hook.listeners for hook in hooks]
         hears = tuple(hooks)
         if attended:
@@ -154,7 +160,13 @@ class Runner:
         self._forwards = HookedForwards(self.adapter, path.kernels.mode(self.adapter), listeners)
         loop = cached_loop if cached else recompute_loop
         self._loop = loop(
-            self.adapter, path, prompt.to(self._device), room, self._stores, hears, self._begin
+            self.adapter,
+            path,
+            prompt.to(self._device),
+            max_new_tokens,
+            self._stores,
+            hears,
+            self._begin,
         )
 
     def __enter__(self) -> Runner:
@@ -234,7 +246,7 @@ class Runner:
                 f"kvinterp audit MODEL --cache {self.path.cache} says which use of the cache is wrong."
             ) from error
 
-    def _smoothed(self, path: ExecutionPath, prompt: Tensor, room: int) -> ExecutionPath:
+    def _smoothed(self, path: ExecutionPath, prompt: Tensor, max_new_tokens: int) -> ExecutionPath:
         """The path with a policy that reads what a recompute path, run beside it, reads at the same
         step.
         """
@@ -245,7 +257,7 @@ class Runner:
             )
         recomputed = Recomputed()
         beside = Recompute(dtype=path.dtype, chunk=path.chunk, kernels=path.kernels)
-        self._beside = Runner(self.adapter, beside, prompt, room, [recomputed])
+        self._beside = Runner(self.adapter, beside, prompt, max_new_tokens, [recomputed])
         return dataclasses.replace(
             path, policy=Chain((Smoothed(float(path.smooth or 0), recomputed), path.policy))
         )
@@ -256,11 +268,11 @@ class Runner:
         path: ExecutionPath,
         batch: int,
         length: int,
-        room: int,
+        max_new_tokens: int,
         hooks: Sequence[PathHook],
     ) -> Store:
         """Makes the store of a pass, whose policy then sees what it asked for."""
-        self._store = path_store(adapter, path, batch, length, room, hooks)
+        self._store = path_store(adapter, path, batch, length, max_new_tokens, hooks)
         return self._store
 
     def _begin(self) -> None:

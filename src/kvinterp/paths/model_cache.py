@@ -51,10 +51,10 @@ class Stores(Protocol):
         path: ExecutionPath,
         batch: int,
         length: int,
-        room: int,
+        max_new_tokens: int,
         hooks: Sequence[PathHook],
     ) -> Store:
-        """A store for ``length`` positions at once and ``room`` more one by one."""
+        """A store for ``length`` positions at once and ``max_new_tokens`` more one by one."""
 
 
 def path_store(
@@ -62,7 +62,7 @@ def path_store(
     path: ExecutionPath,
     batch: int,
     length: int,
-    room: int,
+    max_new_tokens: int,
     hooks: Sequence[PathHook],
 ) -> Store:
     """The store that a path asks for, told to the hooks.
@@ -72,14 +72,14 @@ def path_store(
         path: The path.
         batch: Number of sequences.
         length: Positions of the prompt.
-        room: Most positions that are fed after it.
+        max_new_tokens: Most positions that are fed after it.
         hooks: Told of every read.
     """
-    own = own_store(adapter, path, batch, length, room, hooks)
+    own = own_store(adapter, path, batch, length, max_new_tokens, hooks)
     if not isinstance(path.cache, Preallocated) or own.library_cache is None:
         return own
-    if same_bits(adapter, path, batch, length, room):
-        store = growing_store(adapter, path, batch, length, room, hooks)
+    if same_bits(adapter, path, batch, length, max_new_tokens):
+        store = growing_store(adapter, path, batch, length, max_new_tokens, hooks)
         store.name = f"preallocated (checked: the bits of {own.name})"
         return store
     log.warning(
@@ -95,20 +95,22 @@ def own_store(
     path: ExecutionPath,
     batch: int,
     length: int,
-    room: int,
+    max_new_tokens: int,
     hooks: Sequence[PathHook],
 ) -> Store:
     """A store on a cache of the model's own library; an empty one where the model keeps its memory
     by itself.
     """
     facts, dtype = adapter.facts, path.kernels.compute_dtype(adapter.dtype)
-    slides = any(window is not None and window < length + room for window in facts.windows)
+    slides = any(
+        window is not None and window < length + max_new_tokens for window in facts.windows
+    )
     memory = adapter.own_cache(
-        path.cache, batch, length + room, dtype_named(path.cache_dtype) or dtype
+        path.cache, batch, length + max_new_tokens, dtype_named(path.cache_dtype) or dtype
     )
     if path.policy.evicts and (memory is None or slides):
         why = (
-            f"slides a window over {length + room} positions"
+            f"slides a window over {length + max_new_tokens} positions"
             if slides
             else "keeps its memory in a form of its own"
         )
@@ -116,7 +118,7 @@ def own_store(
             f"policy {path.policy} lets go of rows, and {facts.name} {why}: leave the policy out."
         )
     if memory is None:
-        store = growing_store(adapter, path, batch, length, room, hooks)
+        store = growing_store(adapter, path, batch, length, max_new_tokens, hooks)
         store.name = "the model's own state"
         return store
     store = _store(adapter, path, batch, length, hooks, memory)
@@ -133,12 +135,17 @@ def growing_store(
     path: ExecutionPath,
     batch: int,
     length: int,
-    room: int,
+    max_new_tokens: int,
     hooks: Sequence[PathHook],
 ) -> Store:
     """A store on preallocated memory."""
     return _store(
-        adapter, path, batch, length, hooks, Growing(length + room, adapter.position_major_cache)
+        adapter,
+        path,
+        batch,
+        length,
+        hooks,
+        Growing(length + max_new_tokens, adapter.position_major_cache),
     )
 
 
@@ -298,7 +305,9 @@ def _scores_by_row(adapter: Adapter) -> bool:
 # Whether the preallocated store gives the same bits -----------------------------------------------
 
 
-def same_bits(adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int) -> bool:
+def same_bits(
+    adapter: Adapter, path: ExecutionPath, batch: int, length: int, max_new_tokens: int
+) -> bool:
     """Whether the preallocated store gives the bits of the model's own cache at every length that
     will be run.
 
@@ -310,36 +319,36 @@ def same_bits(adapter: Adapter, path: ExecutionPath, batch: int, length: int, ro
         path: The path; what is found is kept for it and the shape.
         batch: Number of sequences.
         length: Positions of the prompt.
-        room: Most positions that are fed after it.
+        max_new_tokens: Most positions that are fed after it.
     """
 
     def alike() -> bool:
         turn, numbers = 0, 0
         while numbers < CHECKED_NUMBERS:
-            if not (count := _alike(adapter, path, batch, length, room, turn)):
+            if not (count := _alike(adapter, path, batch, length, max_new_tokens, turn)):
                 return False
             turn, numbers = turn + 1, numbers + count
         return True
 
     return bool(
         adapter.checked_once(
-            alike, "cache", str(path), autocast(adapter.device), batch, length, room
+            alike, "cache", str(path), autocast(adapter.device), batch, length, max_new_tokens
         )
     )
 
 
 def _alike(
-    adapter: Adapter, path: ExecutionPath, batch: int, length: int, room: int, turn: int
+    adapter: Adapter, path: ExecutionPath, batch: int, length: int, max_new_tokens: int, turn: int
 ) -> int:
     """Feeds the same tokens through both stores: how many numbers were the same, or 0 if one was
     not.
     """
     ids = (
-        torch.arange(batch * (length + room), device=adapter.device) * 7 + turn * 31 + 3
+        torch.arange(batch * (length + max_new_tokens), device=adapter.device) * 7 + turn * 31 + 3
     ) % adapter.facts.vocabulary
     tokens, numbers = ids.reshape(batch, -1), 0
     checked = [
-        _CheckedStore(adapter, path, stores, batch, length, room)
+        _CheckedStore(adapter, path, stores, batch, length, max_new_tokens)
         for stores in (own_store, growing_store)
     ]
     for piece in (*in_chunks(tokens[:, :length], path.chunk), *tokens[:, length:].split(1, 1)):
@@ -360,7 +369,7 @@ class _CheckedStore:
         stores: Stores,
         batch: int,
         length: int,
-        room: int,
+        max_new_tokens: int,
     ) -> None:
         layers = range(adapter.facts.layers)
         sites = [
@@ -371,7 +380,7 @@ class _CheckedStore:
         self.forwards = HookedForwards(
             adapter, path.kernels.mode(adapter), [self.recorder.listeners, policy]
         )
-        self.store = stores(adapter, path, batch, length, room, [self.recorder])
+        self.store = stores(adapter, path, batch, length, max_new_tokens, [self.recorder])
 
     @torch.no_grad()
     def feed(self, tokens: Tensor) -> list[Tensor]:

@@ -42,7 +42,7 @@ class Growing(OwnCache):
 
     def __init__(self, capacity: int, position_major: bool = False) -> None:
         self.capacity, self._position_major = capacity, position_major
-        self._room: dict[int, KeysValues] = {}
+        self._buffers: dict[int, KeysValues] = {}
         self._counts: dict[int, int] = {}
 
     def append(
@@ -58,17 +58,17 @@ class Growing(OwnCache):
         cache reads them.
         """
         begun = self._counts.get(layer, 0)
-        if layer not in self._room:
-            self._room[layer] = self._allocate(keys), self._allocate(values)
+        if layer not in self._buffers:
+            self._buffers[layer] = self._allocate(keys), self._allocate(values)
         stop = self._counts[layer] = begun + keys.shape[2]
-        for room, new in zip(self._room[layer], (keys, values), strict=True):
-            room[:, :, begun:stop] = new
+        for buffer, new in zip(self._buffers[layer], (keys, values), strict=True):
+            buffer[:, :, begun:stop] = new
         start = 0 if window is None else max(begun - window + 1, 0)
         return self._between(layer, start, stop) if begun else (keys, values)
 
     def keys_values(self, layer: int) -> KeysValues | None:
         """Views of what is held."""
-        return self._between(layer, 0, self._counts[layer]) if layer in self._room else None
+        return self._between(layer, 0, self._counts[layer]) if layer in self._buffers else None
 
     def memory_of(self, layer: int, handed: KeysValues) -> KeysValues | None:
         """The newest rows of K and V, before they are written."""
@@ -78,11 +78,11 @@ class Growing(OwnCache):
     def take(self, layer: int, rows: Tensor) -> None:
         """Moves them to the front."""
         left = self._counts[layer] = rows.shape[2]
-        for room in self._room[layer]:
-            room[:, :, :left] = gather_rows(room, rows)
+        for buffer in self._buffers[layer]:
+            buffer[:, :, :left] = gather_rows(buffer, rows)
 
     def _between(self, layer: int, start: int, stop: int) -> KeysValues:
-        keys, values = self._room[layer]
+        keys, values = self._buffers[layer]
         return keys[:, :, start:stop], values[:, :, start:stop]
 
     def _allocate(self, like: Tensor) -> Tensor:

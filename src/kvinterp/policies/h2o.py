@@ -36,7 +36,7 @@ class H2O(Scored):
         check_share(self, "heavy_ratio")
         check_share(self, "recent_ratio")
 
-    def room(self, prompt: int) -> int:
+    def budget(self, prompt: int) -> int:
         """How many rows stay in all: the heavy hitters and the recent ones."""
         return int(self.heavy_ratio * prompt + 1e-9) + self.newest(prompt)
 

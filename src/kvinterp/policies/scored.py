@@ -31,7 +31,7 @@ class Scored(Policy, abc.ABC):
     """A policy that evicts the rows with the smallest scores, in each KV head on its own; of equal
     scores the newer rows.
 
-    A subclass defines :meth:`room` and :meth:`scores`, and :meth:`accumulate` if scores rest on
+    A subclass defines :meth:`budget` and :meth:`scores`, and :meth:`accumulate` if scores rest on
     attention.
     """
 
@@ -48,7 +48,7 @@ class Scored(Policy, abc.ABC):
         return running(self, _heads=facts.kv_heads, _totals={})
 
     @abc.abstractmethod
-    def room(self, prompt: int) -> int:
+    def budget(self, prompt: int) -> int:
         """How many rows stay in each layer and KV head, for a prompt of this length."""
 
     def newest(self, prompt: int) -> int:
@@ -102,14 +102,14 @@ class Scored(Policy, abc.ABC):
     ) -> Int[Tensor, "batch kv_head kept"] | None:
         """The rows with the largest scores, as many as there is room for."""
         prompt, rows = place.prompt or place.stop, keys.shape[2]
-        room = self.room(prompt)
-        if rows <= room or (place.stop != prompt and not self.goes_on):
+        budget = self.budget(prompt)
+        if rows <= budget or (place.stop != prompt and not self.goes_on):
             return None
         scores = self.scores(keys, values, self._totals_of(keys[..., 0], place))
         scores = scores.masked_fill(
             torch.arange(rows, device=scores.device) >= rows - self.newest(prompt), torch.inf
         )
-        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :room]
+        return scores.sort(dim=-1, descending=True, stable=True).indices[..., :budget]
 
     def _totals_of(self, like: Tensor, place: Place) -> Tensor:
         """The totals of the rows in the cache; makes room for the positions to come."""
@@ -138,7 +138,7 @@ class Budgeted(Scored, abc.ABC):
     def __post_init__(self) -> None:
         check_share(self, "compression_ratio")
 
-    def room(self, prompt: int) -> int:
+    def budget(self, prompt: int) -> int:
         """The rows of the prompt that are not evicted, as kvpress counts them: the whole part, at
         least 1.
         """

@@ -43,9 +43,9 @@ class Snapkv(Budgeted):
                 "policy 'snapkv': kernel_size", self.kernel_size, "an odd number of rows"
             )
 
-    def room(self, prompt: int) -> int:
+    def budget(self, prompt: int) -> int:
         """The budget, of which the window is a part."""
-        return max(super().room(prompt), self.window_size)
+        return max(super().budget(prompt), self.window_size)
 
     def newest(self, prompt: int) -> int:
         """How many of the newest rows stay whatever they score."""

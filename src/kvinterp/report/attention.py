@@ -219,13 +219,14 @@ def attention_comparison(
             first, second = (assembled_pattern(trace, layer, step) for trace in pair)
             shown_heads += _compare_heads(layer, first, second, heads, view)
     shown_heads.sort(key=lambda head: (-head.row["kl"], head.row["layer"], head.row["head"]))
-    room = max(_CELLS // (3 * len(view.starts) ** 2), 1) if most is None else most
+    most_heads = max(_CELLS // (3 * len(view.starts) ** 2), 1) if most is None else most
     table = pd.DataFrame(
-        [{**head.row, "shown": place < room} for place, head in enumerate(shown_heads)]
+        [{**head.row, "shown": place < most_heads} for place, head in enumerate(shown_heads)]
     )
     found = finding_of(table, step, *(trace.path for trace in pair))
     return AttentionComparison(
-        table, AttentionPage(pair, step, len(shown_heads), view, names, shown_heads[:room], found)
+        table,
+        AttentionPage(pair, step, len(shown_heads), view, names, shown_heads[:most_heads], found),
     )
 
 

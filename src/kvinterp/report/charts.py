@@ -380,10 +380,10 @@ def _draw_map(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
         visible = cells if signed else np.ma.masked_where(~(cells > 0), cells)
         image = axes.imshow(visible, norm=norm, cmap=colors, **options)
         # Where there is no room for numbers, signs tell the colours apart in grey.
-        room = cells.size <= _WRITTEN
-        for (row, column), value in np.ndenumerate(cells) if signed or room else ():
+        fits = cells.size <= _WRITTEN
+        for (row, column), value in np.ndenumerate(cells) if signed or fits else ():
             number = percent(value) if share else short(value).replace("-", "−")
-            text = number if room else "−" if value < -0.005 * limit else ""
+            text = number if fits else "−" if value < -0.005 * limit else ""
             ink = ink_on(colors(norm(value))) if value else "#000000"
             if np.isfinite(value):
                 axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=ink)
