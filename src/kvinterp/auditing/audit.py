@@ -257,8 +257,10 @@ def audit(
         evaluating(adapter),
     ):
         check_causal(adapter)
-        room = min(adapter.facts.context, max(lengths) + steps)
-        plan = prefix_plan(prompt_tokens(adapter, prompts, room, seed), lengths, steps, room, sweep)
+        positions = min(adapter.facts.context, max(lengths) + steps)
+        plan = prefix_plan(
+            prompt_tokens(adapter, prompts, positions, seed), lengths, steps, positions, sweep
+        )
         tell, more = progress or (lambda _: None), THOROUGH if checks == "thorough" else 1
 
         def exercised() -> list[Check]:

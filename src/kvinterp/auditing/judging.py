@@ -503,7 +503,7 @@ def _cases(
 # Otherwise errors of the size found in each part are put into the recomputation, at random signs,
 # and the logits' response is what the parts can explain.
 
-ROOM = 16.0
+MARGIN = 16.0
 """How many times larger than the simulated response a free-running difference may be: the errors
 are not random signs.
 """
@@ -517,7 +517,7 @@ class Account:
     Attributes:
         found: The largest relative difference of the logits, free-running.
         explained: What errors of the parts' sizes, put into the recomputation, change the logits by
-            (times :data:`ROOM`).
+            (times :data:`MARGIN`).
         kernels: ``"fixed order"`` or ``"native"``: which measurement is the more telling.
         layer: Where the parts do not account for it: the first layer whose free-running output
             differs.
@@ -577,7 +577,7 @@ def _account(adapter: Adapter, run: PrecisionRun, side: PrecisionRun, terms: int
         response = max(
             difference(a, b) for again in moved for a, b in zip(again, reference, strict=True)
         )
-        explained = ROOM * (response + sizes.get(head, 0.0)) + band(side.dtype, terms)
+        explained = MARGIN * (response + sizes.get(head, 0.0)) + band(side.dtype, terms)
     if worst <= explained:
         return Account(worst, explained, kernels)
     differing = [

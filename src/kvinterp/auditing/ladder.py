@@ -145,13 +145,13 @@ def prefix_plan(
     prompts: Sequence[Sequence[int]],
     lengths: Sequence[int],
     steps: int,
-    room: int,
+    positions: int,
     sweep: str = "no",
 ) -> Plan:
-    """A plan over the given lengths, as far as a context of ``room`` positions reaches;
+    """A plan over the given lengths, as far as a context of ``positions`` positions reaches;
     ``sweep="yes"``: with a long decode.
     """
-    shortest = min([room, *(len(prompt) for prompt in prompts)])
+    shortest = min([positions, *(len(prompt) for prompt in prompts)])
     fitting = tuple(sorted({n for n in lengths if n >= 1 and n + steps <= shortest})) or (
         max(shortest - steps, 1),
     )

@@ -115,7 +115,7 @@ def decoded_far(subject: Subject, steps: int, seconds: float, reach: str) -> lis
     subject.context = (
         max(subject.context, last + steps) if lengths[-1:] == [last] else subject.context
     )
-    subject.room = min(subject.room, subject.context)
+    subject.max_columns = min(subject.max_columns, subject.context)
     return [decoded(length, steps) for length in lengths]
 
 

@@ -154,7 +154,7 @@ def _null(run: Run, texts: Sequence[tuple[int, ...]]) -> float:
         whole, count = subject.alone(text), len(text)
         ends = {end for end in (count // 4, count // 2, 3 * count // 4, count - 1) if end}
         found += [_largest(subject.alone(text[:end]), whole[:end]) for end in ends]
-        longer = [*text, *subject.tokens][: max(count, min(LONG, subject.room))]
+        longer = [*text, *subject.tokens][: max(count, min(LONG, subject.max_columns))]
         found.append(_largest(subject.alone(longer)[:count], whole))
         if subject.rows > 1:
             with subject.running():

@@ -13,7 +13,7 @@ import torch
 
 from kvinterp.auditing.checks import BEYOND, NOT_RUN, NUMBERS, UNCLEAR, Check
 from kvinterp.auditing.first_difference import Place
-from kvinterp.auditing.judging import ROOM, Account, Judged
+from kvinterp.auditing.judging import MARGIN, Account, Judged
 from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
 from kvinterp.auditing.own_dtype import Distance
 from kvinterp.auditing.programs.outcome import PLAIN, REFUSED, RIGHT, WRONG
@@ -371,7 +371,7 @@ class Evidence:
         name, short = next(((n, a) for n, a in self.accounts.items() if not a.holds), ("", None))
         if short is None or short.layer is None:
             return None
-        parts = f"errors of the parts' sizes change them by at most {short.explained:.1e} ({ROOM:.0f} times what was simulated)"
+        parts = f"errors of the parts' sizes change them by at most {short.explained:.1e} ({MARGIN:.0f} times what was simulated)"
         if short.explained == 0:
             parts = "given equal inputs no part differs by a bit"
         line = (

@@ -171,7 +171,9 @@ def counted_in(subject: Subject) -> Counted | None:
     """Where anybody's own step puts a token behind rows that its cache dropped; None where it keeps
     all, or cannot be asked.
     """
-    text = [subject.tokens[n % len(subject.tokens)] for n in range(min(FAR, subject.room - 1))]
+    text = [
+        subject.tokens[n % len(subject.tokens)] for n in range(min(FAR, subject.max_columns - 1))
+    ]
     with contextlib.suppress(Exception), subject.running():
         # Its id is none of the numbers that a position may be.
         text[-1] = next((token for token in subject.tokens if token >= len(text)), text[-1])

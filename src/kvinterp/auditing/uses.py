@@ -36,7 +36,7 @@ from kvinterp.auditing.programs.search import (
     search,
     shrink,
 )
-from kvinterp.auditing.programs.subject import ROOM, Subject, apart
+from kvinterp.auditing.programs.subject import MAX_COLUMNS, Subject, apart
 from kvinterp.auditing.subjects import GivenCache, subject_instead, widest_subject
 from kvinterp.errors import UnsupportedError, named, out_of_memory
 from kvinterp.models import Adapter
@@ -168,7 +168,7 @@ def check_functions(
         for one in found.wrong
         if one.raised
         and one.origin not in names
-        and sum(step.columns for step in one.program.steps) > ROOM
+        and sum(step.columns for step in one.program.steps) > MAX_COLUMNS
     ]
     found.wrong = [one for one in found.wrong if one not in ends]
     full = [

@@ -18,8 +18,8 @@ from torch import Tensor
 from kvinterp.auditing.programs.lines import arguments
 from kvinterp.auditing.programs.program import ATTENTION, KEEP, MASKS, Program, Rows
 from kvinterp.auditing.programs.subject import (
+    MAX_COLUMNS,
     NARROW,
-    ROOM,
     WORDS,
     Subject,
     apart,
@@ -118,7 +118,7 @@ class ModelSubject(Subject):
         self.context = min(
             [adapter.facts.context, *(whole[name] for name in LENGTHS if whole.get(name, 0) > 0)]
         )
-        self.room = min(ROOM, self.context)
+        self.max_columns = min(MAX_COLUMNS, self.context)
         edges = [n for name, n in whole.items() if any(word in name for word in EDGES)] or [
             *whole.values()
         ]
@@ -142,9 +142,9 @@ class ModelSubject(Subject):
         found = {
             n
             for size in sizes
-            if 8 <= size <= self.room
+            if 8 <= size <= self.max_columns
             for n in (size - 1, size, size + 1)
-            if n <= self.room
+            if n <= self.max_columns
         }
         return tuple(sorted(found)) or (7,)
 
@@ -152,7 +152,7 @@ class ModelSubject(Subject):
         """Measures what the cache loses, and where it is said to, how far it is from itself among
         more rows and behind pads.
         """
-        first = max(min(ASKED, self.room - SINGLY - PADS), 1)
+        first = max(min(ASKED, self.max_columns - SINGLY - PADS), 1)
         length, pieces = first + SINGLY, (first, *[1] * SINGLY)
         texts = [
             [self.token(draw) for _ in range(length)]
@@ -353,7 +353,7 @@ class ModelSubject(Subject):
         # How else a forward is called is the model's own affair, whatever cache it is given.
         if not self.native or self.kind is not None:
             return {}
-        text = self.tokens[: min(7, self.room)]
+        text = self.tokens[: min(7, self.max_columns)]
         takes, ids, known = self.adapter.takes, self.tensor([text]), Rows((0,))
 
         def runs(**choice: Any) -> Tensor | None:

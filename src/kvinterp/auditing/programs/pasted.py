@@ -79,7 +79,9 @@ def _text(run: Run, cast: str, body: Sequence[str]) -> str:
         body = [*body, *["model.forward = own"] * ("compiled" in run.uses)]
         if wrong.pieces:
             # What is right is the same cache without the use: this row alone, in the same pieces.
-            body += [f"got, text, alone = {wrong.got}, {wrong.text}, {run.subject.made(run.room)}"]
+            body += [
+                f"got, text, alone = {wrong.got}, {wrong.text}, {run.subject.made(run.max_columns)}"
+            ]
             body += [f"for ids in text.split({[*wrong.pieces]}, 1):"]
             body += [
                 f"    want = model(ids, {run.subject.adapter.cache_name}=alone, use_cache=True).logits[0, -1]"

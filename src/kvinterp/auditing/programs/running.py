@@ -87,10 +87,14 @@ class Run:
         self.beyond = program.rows.beyond == "yes"
         # A program that says so goes further than those that are drawn.
         far = program.columns
-        self.room = (
-            min(subject.context, max(subject.room, far + 64 if far > subject.room else 0)) + 1
+        self.max_columns = (
+            min(
+                subject.context,
+                max(subject.max_columns, far + 64 if far > subject.max_columns else 0),
+            )
+            + 1
         )
-        subject.capacity = self.room
+        subject.capacity = self.max_columns
         self.ends: list[int] = []
         self.singly = 0
         self.uses: list[str] = []
@@ -182,7 +186,7 @@ class Run:
         if kind == "own" or self.model is None:
             return
         self.cache = self.subject.cache(kind, columns)
-        self.room = columns if kind == "static" else self.room
+        self.max_columns = columns if kind == "static" else self.max_columns
         names = {
             "bare": "DynamicCache()",
             "recording": "cache that records its past",
@@ -269,7 +273,7 @@ class Run:
             inner: Pads that each row has here in any case.
             behind: Pads that each row ends with.
         """
-        width = min(width, self.room - self.ids.shape[1])
+        width = min(width, self.max_columns - self.ids.shape[1])
         width = max(width, self.begin_width())
         width = 2 if width == 1 and any(self.pads) and not self.beyond else width
         known = {"model": self.subject.pad, "end": self.subject.end}

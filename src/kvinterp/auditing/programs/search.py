@@ -156,7 +156,7 @@ def sample_program(draw: random.Random, subject: Subject, beyond: str = "no") ->
     made, columns = list[Operation](), 0
     for kind in steps:
         step = kind.sample(draw, rows, subject, beyond)
-        if columns + step.columns <= subject.room:
+        if columns + step.columns <= subject.max_columns:
             made, columns = [*made, step], columns + step.columns
     pads, given = tuple(draw.randint(0, most) for _ in range(rows)), draw.choice(TOLD)
     cache, pad, tokens = (

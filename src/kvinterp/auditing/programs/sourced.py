@@ -420,7 +420,7 @@ class PromptSubject(SourcedSubject):
         self.begins = tuple(
             (*prompt, token) for prompt, token in zip(self.prompts, tokens, strict=False)
         )
-        self.room = min(self.context, self.room + max(map(len, self.begins)))
+        self.max_columns = min(self.context, self.max_columns + max(map(len, self.begins)))
         if self.offset is not None:
             # Where an image's tokens have positions in three dimensions those that are told take
             # their place.

@@ -25,7 +25,7 @@ from kvinterp.auditing.programs.program import MASKS, TOLD, Program, Rows
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.caches import CacheKind
 
-ROOM = 256
+MAX_COLUMNS = 256
 """The most columns of a program."""
 WORDS, FIRST_WORD = 120, 6
 """Tokens are drawn from so many, and from this one on."""
@@ -115,7 +115,7 @@ class Subject(abc.ABC):
         noise: How far the plain forward is from itself, of its largest logit.
         eps: The precision of the dtype that it computes in; 0 where that of its logits says it.
         rows: The most rows of a batch; one where a batch alone changes the plain forward.
-        room: The most columns of a program that is drawn.
+        max_columns: The most columns of a program that is drawn.
         context: The most that the model has.
         vocabulary: Tokens are drawn from so many.
         known: How many tokens there are.
@@ -159,7 +159,15 @@ class Subject(abc.ABC):
     offset: int | None = None
     special: frozenset[int] = frozenset()
     controls: tuple[int, ...] = ()
-    rows, room, context, vocabulary, known, noise, eps = 1, ROOM, ROOM, WORDS, WORDS, 0.0, 0.0
+    rows, max_columns, context, vocabulary, known, noise, eps = (
+        1,
+        MAX_COLUMNS,
+        MAX_COLUMNS,
+        WORDS,
+        WORDS,
+        0.0,
+        0.0,
+    )
     pad, end = 0, 0
     sizes: tuple[tuple[int, ...], tuple[int, ...]] = ((7,), (7,))
     caches: tuple[str, ...] = ("own",)
@@ -181,7 +189,7 @@ class Subject(abc.ABC):
     choices: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
     """By a field of :class:`Rows`, what this model offers in it beside the plain choice."""
     kind: CacheKind | None = None
-    loss, lossy, capacity = 0.0, False, ROOM
+    loss, lossy, capacity = 0.0, False, MAX_COLUMNS
     crops_within: float = float("inf")
 
     def __init__(self) -> None:
@@ -251,11 +259,11 @@ class Subject(abc.ABC):
         """What is further off, of the largest logit, is wrong."""
         return float(self.noise**0.5)
 
-    def made(self, room: int) -> str:
+    def made(self, capacity: int) -> str:
         """What makes a cache of the kind that is asked about, of so many columns, in Python; empty
         where none is.
         """
-        return "" if self.kind is None else self.kind.written(room)[0]
+        return "" if self.kind is None else self.kind.written(capacity)[0]
 
     def limit_of(self, rows: int, padded: bool) -> float:
         """The limit for so many rows, of which some have pads."""
@@ -329,10 +337,10 @@ class Subject(abc.ABC):
         """
         for length in (LONG, SHORT):
             texts = [
-                [self.token(draw) for _ in range(min(length, self.room))]
+                [self.token(draw) for _ in range(min(length, self.max_columns))]
                 for draw in (row_draw(0, row) for row in range(TEXTS))
             ]
-            most = max(min(length - 5, self.room - 2), 1)
+            most = max(min(length - 5, self.max_columns - 2), 1)
             whole = [self.alone(text) for text in texts]
             shorter = [
                 apart(made[:k], self.alone(text[:k]))

@@ -82,7 +82,9 @@ class Draft(Operation):
 
     def offered(self, run: Run) -> bool:
         """Where they can be fed and taken back."""
-        return run.ids.shape[1] + self.count + 3 <= run.room and Crop(self.count).offered(run)
+        return run.ids.shape[1] + self.count + 3 <= run.max_columns and Crop(self.count).offered(
+            run
+        )
 
     def do(self, run: Run) -> None:
         """Feeds a token with its drafts, of which as many stay as are drawn."""

@@ -48,11 +48,11 @@ class Feed(Operation):
         """
         if run.subject.lossy and max(run.pads, default=0) >= (self.cut or self.width):
             return False
-        return run.ids.shape[1] + 2 <= run.room
+        return run.ids.shape[1] + 2 <= run.max_columns
 
     def do(self, run: Run) -> None:
         """Feeds the pieces; beyond the contract alone may one of a single column have a pad."""
-        at_least, left = run.begin_width(), run.room - 1 - run.ids.shape[1]
+        at_least, left = run.begin_width(), run.max_columns - 1 - run.ids.shape[1]
         ids, mask = run.columns(min(self.width, left), self.inner, self.behind)
         width = ids.shape[1]
         cut = max(self.cut, -(-width // PIECES)) if self.cut else width

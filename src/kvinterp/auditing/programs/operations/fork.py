@@ -32,7 +32,7 @@ class Fork(Operation):
 
     def offered(self, run: Run) -> bool:
         """Where there is room."""
-        return super().offered(run) and run.ids.shape[1] + self.width + 2 <= run.room
+        return super().offered(run) and run.ids.shape[1] + self.width + 2 <= run.max_columns
 
     def do(self, run: Run) -> None:
         """Feeds the copy, judged."""
@@ -127,7 +127,7 @@ def needs_two_caches(run: Run) -> None:
 
 def another_prompt(run: Run, width: int) -> Tensor:
     """Tokens of another request, ``[1, column]``."""
-    count, begin = min(width, run.room), run.subject.begins[-1]
+    count, begin = min(width, run.max_columns), run.subject.begins[-1]
     return run.subject.tensor([[*begin, *run.tokens(count - len(begin), run.draw)]])  # type: ignore[no-any-return]
 
 
@@ -153,7 +153,7 @@ def serve_batch(run: Run, width: int, singly: int) -> None:
             width,
             1 + max(lead + len(begin) for lead, begin in zip(pads, run.begins, strict=True)),
         )
-    columns = min(width + singly, run.room)
+    columns = min(width + singly, run.max_columns)
     rows = [
         [*run.tokens(count, run.draw), *begin, *run.tokens(columns, run.draw)][:columns]
         for count, begin in zip(pads, run.begins, strict=True)

@@ -54,7 +54,7 @@ ASSISTANT = (
 )
 """How the assistant is made, in lines of Python: as :meth:`Generate._assistant` does."""
 DRAFTING, EMBEDDED = ("assistant", "lookup", "sampled_assistant"), ("embeds", "beside")
-ROOM = 8
+SPARE = 8
 """Columns that drafts may need behind the last."""
 
 
@@ -105,7 +105,7 @@ class Generate(Operation):
             return False  # It makes masks and types itself, and asks for the last logits.
         if rows.fed == "embeds" and (self.how in ("new", "chunks") or self.how in DRAFTING):
             return False  # Drafts are looked up among ids, and transformers cuts ids alone into chunks.
-        if run.ids.shape[1] + width + self.count + ROOM > run.room:
+        if run.ids.shape[1] + width + self.count + SPARE > run.max_columns:
             return False
         if not subject.native:
             takes = inspect.signature(run.model.generate).parameters
@@ -408,7 +408,7 @@ class Generate(Operation):
         cached = dict[str, str]()
         if run.cache is not None and self.how in ON_THE_CACHE:
             cached = {run.subject.cache_name: "cache"}
-        elif made := run.subject.made(run.room):
+        elif made := run.subject.made(run.max_columns):
             cached = {run.subject.cache_name: made}
         if self.how in ("assistant", "sampled_assistant"):
             run.lines += ASSISTANT

@@ -58,7 +58,9 @@ class Pack(_Several):
         """
         # A row reads one source.
         return (
-            run.subject.packs and sum(self.numbers) < run.room and not run.subject.reads(run.begins)
+            run.subject.packs
+            and sum(self.numbers) < run.max_columns
+            and not run.subject.reads(run.begins)
         )
 
     def do(self, run: Run) -> None:
@@ -100,7 +102,7 @@ class Tree(_Several):
         takes = (
             "bool_mask" in run.subject.choices.get("told", ()) and run.program.rows.kept(1) is None
         )
-        fits = run.ids.shape[1] + sum(self.numbers) < run.room and not run.lines.named
+        fits = run.ids.shape[1] + sum(self.numbers) < run.max_columns and not run.lines.named
         # Its positions count tokens, which a forward given the mask alone does not.
         counts = run.program.rows.told != "mask_alone" or not any(run.program.rows.pads)
         return bool(whole and takes and fits and counts and not any(run.pads))

@@ -42,7 +42,7 @@ class Spoil(Operation):
         return (
             super().offered(run)
             and run.subject.native
-            and run.ids.shape[1] + 3 <= run.room
+            and run.ids.shape[1] + 3 <= run.max_columns
             and not any(run.pads)
         )
 
