@@ -208,7 +208,9 @@ def test_a_kernel_that_changes_at_a_position_is_told_from_a_bug() -> None:
     with CoarseKernel("itself"):
         verdict = audit(build("llama"), one_prompt(), **how)
     assert (verdict.verdict, verdict.exit_code) == ("kernel", 0), verdict.reading
-    assert (verdict.first_layer, verdict.first_position, verdict.tensor) == (0, 20, "attention output")
+    assert verdict.first_layer is None
+    assert "attention output of layer 0" in verdict.reading
+    assert "position 20" in verdict.reading
     with CoarseKernel("16 bits"):
         verdict = audit(build("llama"), one_prompt(), **how)
     assert (verdict.verdict, verdict.first_layer, verdict.tensor) == ("bug", 0, "attention output"), verdict.reading
