@@ -400,10 +400,10 @@ class ModelSubject(Subject):
         """
         if not self.native or self.offset is None or not self.adapter.attention_only:
             return False
-        text, pads = self.tokens[:4], self.tokens[:2]
+        text, pads = self.tokens[:4], self.tokens[-2 * PADS :]
         positions = self.tensor([range(self.offset, self.offset + 4)])
-        begun = torch.cat([positions[:, :1].expand(1, 2), positions], 1)
-        mask = self.tensor([[0, 0, 1, 1, 1, 1]])
+        begun = torch.cat([positions[:, :1].expand(1, len(pads)), positions], 1)
+        mask = self.tensor([[0] * len(pads) + [1] * 4])
         with self.running():
             if not looks_for_packed_texts(
                 lambda: self.plain(self.tensor([text]), position_ids=positions)
@@ -413,7 +413,7 @@ class ModelSubject(Subject):
             padded = self.plain(
                 self.tensor([[*pads, *text]]), attention_mask=mask, position_ids=begun
             )
-        return apart(padded[0, 2:], self.alone(text)) <= self.limit
+        return apart(padded[0, len(pads) :], self.alone(text)) <= self.limit
 
     def _attends(self, name: str) -> bool:
         """Whether the model's class says that it can be set to this attention."""
