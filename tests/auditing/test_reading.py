@@ -150,6 +150,12 @@ def test_a_symptom_that_was_asked_for_leads() -> None:
     assert unasked.exit_code == 0
 
 
+def test_scripts_of_others_ask_a_verdict_by_its_earlier_name() -> None:
+    verdict = evidence(CLEAN).judge()
+    assert verdict.told() == verdict.as_dict()
+    assert verdict.told()["verdict"] == "rounding"
+
+
 def test_a_pass_says_how_far_it_went() -> None:
     """No default run passed position 130, and faults from 256 on were behind "35 of 35 uses tried"."""
     near = Check("prompt", RIGHT, "", reach=Reach(positions=12, context=2048, rows=17, turns=1))

@@ -113,6 +113,9 @@ class Verdict(Result):
         del fields["tokens"]
         return fields
 
+    told = as_dict
+    """Its earlier name, by which scripts of others ask for it."""
+
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Verdict:
         """Reads the verdict.json that an audit wrote.
