@@ -137,6 +137,7 @@ def test_the_precision_is_the_weights_where_logits_come_wider():
     subject = ModelSubject(kv.wrap(model), ())
     assert subject.plain(subject.tensor([[5, 6]])).dtype == torch.float32
     assert subject.noise >= torch.finfo(torch.bfloat16).eps
+    assert ModelSubject(kv.wrap(_native())).noise < 1e-12
 
 
 def test_what_is_wrong_before_it_could_be_refused_does_not_say_that_a_cast_is_not_followed():

@@ -157,7 +157,7 @@ def test_where_float64_cannot_be_had_the_side_is_not_told(minds):
 def test_a_model_whose_attention_shows_no_keys_is_handed_a_cache_only_where_that_changes_no_bit(model, minds, monkeypatch):
     for each, differs in ((model, False), (minds, True)):
         adapter = kv.wrap(copy.deepcopy(each))
-        adapter.checked[adapter.facts.attention, "shows attention"] = False
+        adapter.checked[adapter.facts.attention, "hands over keys and values"] = False
         expected = plain(adapter.model)
         if differs:
             with pytest.raises(UnsupportedError, match="with one the prompt itself has other logits"):

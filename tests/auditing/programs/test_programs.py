@@ -278,7 +278,7 @@ def test_keys_that_attention_is_given_and_no_cache_gave_are_placed(monkeypatch, 
         decodes = query.shape[2] == 1 < key.shape[2]
         return sdpa_attention_forward(module, query, 0.9 * key if decodes else key, *more, **options)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", smaller_keys)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", smaller_keys)
     place = placed(planted(""), program_named(program))
     assert place is not None
     assert (place.layer, place.tensor) == (0, "K")
@@ -291,7 +291,7 @@ def test_an_attention_that_sees_the_pads_is_placed_though_keys_are_turned_otherw
     def sees_all(module, query, key, value, mask, **options):
         return sdpa_attention_forward(module, query, key, value, None if query.shape[2] == 1 else mask, **options)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", sees_all)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", sees_all)
     place = placed(planted(""), program_named(program))
     assert place is not None
     assert (place.layer, place.tensor, place.module) == (0, "attention output", "model.layers.0.self_attn.o_proj")

@@ -180,7 +180,7 @@ def test_texts_are_packed_where_attention_heeds_a_mask(monkeypatch, heeds):
     def attend(module, query, key, value, mask, **options):
         return sdpa_attention_forward(module, query, key, value, mask if heeds else None, **options)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", attend)
     assert subject_of("").packs is heeds
 
 

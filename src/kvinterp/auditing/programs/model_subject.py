@@ -126,7 +126,7 @@ class ModelSubject(Subject):
         self.compiles = self.native and adapter.facts.layers <= COMPILED
         with self.running():
             self.caches = self._caches()
-        self.eps = torch.finfo(adapter.dtype).eps
+        self.eps = torch.finfo(self.adapter.dtype).eps
         self.measure()
         if kind is not None:
             self._measure_cache()
