@@ -9,7 +9,7 @@ import io
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -221,6 +221,24 @@ def test_a_cache_that_is_not_read_is_seen_whatever_else_is_right():
     with contextlib.redirect_stdout(said), torch.no_grad():
         exec(pasted(one), {"model": subject.model})
     assert said.getvalue().strip() == "True"
+
+
+class Keyless(LlamaForCausalLM):
+    """A Llama that writes nothing into the cache that it is given, and hands it back."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **more):
+        out = super().forward(input_ids, None, position_ids, use_cache=False, **more)
+        out.past_key_values = (
+            DynamicCache(config=self.config) if past_key_values is None and use_cache is not False else past_key_values
+        )
+        return out
+
+
+def test_a_cache_that_stays_empty_is_the_models_fault_and_not_ours():
+    """A bridge of TransformerLens under transformers 5.24: rows that join it met layers without tensors, and we raised."""
+    subject = subject_of("", Keyless)
+    for program in ("rows(0+0)+feed(6)+join+feed(2,1)", "rows(0+0)+feed(6)+reorder(2)+crop(2)+feed(2,1)"):
+        assert run_program(subject, program_named(program)).word == WRONG
 
 
 class Typed(GPT2LMHeadModel):

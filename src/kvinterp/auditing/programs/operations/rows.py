@@ -140,6 +140,8 @@ class Join(Operation):
             super().offered(run)
             and run.subject.kind is None
             and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
+            # A model that writes nothing into its cache leaves layers without tensors.
+            and all(isinstance(layer.keys, torch.Tensor) for layer in layers)
         )
         return plain and not any(run.pads) and run.subject.rows > 1
 
