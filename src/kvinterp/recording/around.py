@@ -289,7 +289,8 @@ class Recording(Recorder, WatchesPasses):
         kept = set(itertools.chain.from_iterable(here.columns or () for here in batch.passes))
         first = max(begin, batch.end - window.count) if window.kind == "last" else begin
         if window.kind == "around":
-            near = [at for at in range(begin, stop) if window.near(at - begin, tokens[begin:])]
+            own = tokens[begin:]
+            near = [at for at in range(begin, stop) if window.near(at - begin, own)]
             if not kept.issuperset(near):
                 raise UnsupportedError(
                     "a token was computed again after positions around it had been let go of (a draft that was rejected): "
@@ -497,6 +498,8 @@ def _columns_near(window: Window, here: Pass, ids: Tensor | None) -> tuple[int, 
     """The columns that a pass was first to compute and that stand around a given token in some
     row; all of them where no token ids were seen.
     """
-    own = range(here.first, here.stop)
-    rows = [] if ids is None else ids.tolist()
-    return tuple(at for at in own if ids is None or any(window.near(at, tokens) for tokens in rows))
+    own, start = range(here.first, here.stop), max(here.first - window.count, 0)
+    rows = [] if ids is None else ids[:, start : here.stop + window.count].tolist()
+    return tuple(
+        at for at in own if ids is None or any(window.near(at - start, row) for row in rows)
+    )

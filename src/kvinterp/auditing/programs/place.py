@@ -30,6 +30,8 @@ READ = ("K", "V")
 """What a cache gives to be read: all columns so far."""
 ATTENDED_TO = {"K attended to": "K", "V attended to": "V"}
 """The same as torch's attention is given it, and what it is called."""
+OF_ALL_COLUMNS = (*READ, *ATTENDED_TO)
+"""What stands for all columns so far; all else for those that are fed."""
 KEEPS = {"update_conv_state": "convolution state", "update_recurrent_state": "recurrent state"}
 """What a module keeps that calls these methods of its cache; it is named where all that such a
 module was given is right, and what it makes is not."""
@@ -202,7 +204,7 @@ def _first(
     for forward, width in zip(mine if column >= 0 else [], widths, strict=False):
         so_far, entered, ids = mask[:, : column + width].bool(), False, forward.get(TOKENS)
         for key, tensor in forward.items():
-            layer, read = _layer(blocks, key[0]), key[1] in (*READ, *ATTENDED_TO)
+            layer, read = _layer(blocks, key[0]), key[1] in OF_ALL_COLUMNS
             if subject.way.told == "mask_alone" and ATTENDED_TO.get(key[1], key[1]) in ("Q", "K"):
                 continue  # Counted from the first pad, they are turned by other angles.
             entered = entered or layer < len(blocks)
@@ -258,7 +260,7 @@ def _named(key: Key, forward: list[Key], whole: list[Key]) -> str:
         if kept:
             return " or ".join(sorted(kept, reverse=True))
         before = forward[: forward.index(key)]
-        if any(of in (*READ, *ATTENDED_TO) and path.startswith(f"{at}.") for at, of, _ in before):
+        if any(of in OF_ALL_COLUMNS and path.startswith(f"{at}.") for at, of, _ in before):
             return ATTENDED
     return f"{what} {path}" if what.endswith("of") else what
 
@@ -284,14 +286,8 @@ def _alone(subject: ModelSubject, text: list[int]) -> Heard:
 
 def _width(forward: Heard) -> int:
     """Columns that a forward was fed: those of its first tensor."""
-    return next(
-        (
-            int(t.shape[1])
-            for key, t in forward.items()
-            if key[1] not in (*READ, *ATTENDED_TO) and t.dim() >= 3
-        ),
-        0,
-    )
+    fed = (t for key, t in forward.items() if key[1] not in OF_ALL_COLUMNS and t.dim() >= 3)
+    return next((int(tensor.shape[1]) for tensor in fed), 0)
 
 
 def _blocks(subject: ModelSubject) -> list[str]:
