@@ -31,9 +31,15 @@ def assert_cache_consistent(
     rungs: Sequence[str] = ("float32", "float64"),
     lengths: Sequence[int] = (5, 63, 64, 65),
     steps: int = 3,
-    checks: str = "default",
+    checks: str = "quick",
+    seconds: float = 20.0,
 ) -> Verdict:
     """Audits a model and raises where its cache is at fault, or where that cannot be told.
+
+    By default each use of the cache is tried once, the plainest first, and the first that is wrong
+    is what it raises with; then tokens are fed one by one behind some lengths in each precision.
+    It is less than ``kvinterp audit`` does: no program is drawn at random or compiled, uses that no
+    contract of a cache promises are not tried, and fewer lengths are gone through.
 
     A model in training mode, as it is fresh from its config, is in eval mode for the length of the
     audit and then again as it was.
@@ -47,8 +53,11 @@ def assert_cache_consistent(
             which is what a test is for.
         lengths: Prompt lengths after which tokens are fed one by one.
         steps: How many tokens are fed one by one after each.
-        checks: What else is exercised: ``"default"`` (left padding, ``generate()``, other caches,
-            chunks, ...), ``"thorough"`` or ``"none"``.
+        checks: What else is exercised: ``"quick"`` (left padding, ``generate()``, other caches,
+            chunks, ..., each once), as much as the audit does by ``"default"``, ``"thorough"`` or
+            ``"none"``.
+        seconds: Processor seconds that this takes at most; what they cut off is listed in the
+            verdict as not run. A tiny model takes two or three.
 
     Returns:
         The verdict.
@@ -66,6 +75,7 @@ def assert_cache_consistent(
         steps=steps,
         sweep="no",
         checks=checks,
+        seconds=seconds,
         allow=allow,
         detail="verdict",
     )

@@ -129,7 +129,9 @@ def audit(
         sweep: ``"yes"`` also decodes the whole first prompt from its beginning, in the same two
             precisions, to find the first position at which something is wrong.
         checks: Which programs of the cache are run beside tokens fed one by one: ``"default"`` (as
-            many as ``programs``), ``"thorough"`` (five times as many) or ``"none"``.
+            many as ``programs``), ``"thorough"`` (five times as many), ``"quick"`` (each use once,
+            none compiled or drawn, before the precisions, and the first that is wrong ends the
+            audit unless ``allow`` names a word) or ``"none"``.
         reach: ``"yes"`` also decodes over every edge that the config names (window, RoPE switch,
             context end), however far; ``"no"`` lists those that cost too much as not run.
         calls: Programs to run besides, with commas between, such as
@@ -267,10 +269,14 @@ def audit(
             return (
                 []
                 if checks == "none"
-                else uses_of(adapter, count * more, most * more, seed, extra, reach, tell)
+                else uses_of(
+                    adapter, count * more, most * more, seed, extra, reach, tell, breadth=checks
+                )
             )
 
-        evidence = Auditor(adapter, plan, dtypes, exercised, tell).run()
+        # A word that is allowed may be read from the precisions alone.
+        order = "programs" if checks == "quick" and not allow else "precisions"
+        evidence = Auditor(adapter, plan, dtypes, exercised, tell, order).run()
         evidence.distances = distances_of(adapter, extra)
         evidence.about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
         if evidence.prompt is not None:
@@ -329,6 +335,7 @@ def _audit_functions(subject: Subject, arguments: Mapping[str, Any], *read: str)
         [*asked, *([] if own else every)],
         every if own else [],
         tell,
+        arguments["checks"],
     )
     notes += subject.notes
     if (
@@ -399,7 +406,7 @@ def _audit_cache(adapter: Adapter, asked: GivenCache, arguments: Mapping[str, An
         # What cannot be made on this model or machine is said before anything runs.
         adapter.own_cache(asked.kind, 1, 1, adapter.dtype)
         found = uses_of(
-            adapter, count * more, most * more, seed, given, arguments["reach"], tell, asked
+            adapter, count * more, most * more, seed, given, arguments["reach"], tell, asked, checks
         )
         figures = distances_of(adapter, given, asked.kind, asked.declared)
         dropped = dropped_by(adapter, asked)

@@ -47,6 +47,7 @@ class Auditor:
         dtypes: The precisions by name.
         exercise: Runs the programs of the cache.
         progress: Called with what runs next.
+        first: ``"programs"``: they run before the precisions, and one that is wrong ends the audit.
     """
 
     adapter: Adapter
@@ -54,6 +55,7 @@ class Auditor:
     dtypes: dict[str, torch.dtype]
     exercise: Callable[[], list[Check]]
     progress: Callable[[str], None]
+    first: str = "precisions"
 
     def __post_init__(self) -> None:
         self.finest = min(self.dtypes, key=lambda name: unit_roundoff(self.dtypes[name]))
@@ -72,6 +74,13 @@ class Auditor:
         """
         evidence = self.evidence
         evidence.random, evidence.unread = self._random(), unread_by(self.adapter)
+        if self.first == "programs":
+            self._programs()
+            if any(check.status == WRONG for check in evidence.checks):
+                evidence.exercised = (
+                    "no precisions: a program of the cache is wrong, which ended the audit."
+                )
+                return evidence
         try:
             self._ladder()
             evidence.exercised = self._exercised()
@@ -105,12 +114,17 @@ class Auditor:
                     with self._timed("causes", name):
                         judges += self._judge(adapter, run)
             del adapter  # Two copies at once would be one too many.
-        self.progress("programs of the cache")
-        with self._timed("programs", evidence.own):
-            evidence.checks = self._exercise()
+        if self.first != "programs":
+            self._programs()
         if judges:
             with self._timed("causes", "float64 beside"):
                 self._settle(judges)
+
+    def _programs(self) -> None:
+        """The programs of the cache."""
+        self.progress("programs of the cache")
+        with self._timed("programs", self.evidence.own):
+            self.evidence.checks = self._exercise()
 
     def _exercise(self) -> list[Check]:
         """The uses of the cache; where its rows are not read, that is what is wrong in each that is

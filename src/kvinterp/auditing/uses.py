@@ -36,7 +36,7 @@ from kvinterp.auditing.programs.search import (
     search,
     shrink,
 )
-from kvinterp.auditing.programs.subject import MAX_COLUMNS, Subject, apart
+from kvinterp.auditing.programs.subject import MAX_COLUMNS, SIXTEEN, Subject, apart
 from kvinterp.auditing.subjects import GivenCache, subject_instead, widest_subject
 from kvinterp.errors import UnsupportedError, named, out_of_memory
 from kvinterp.models import Adapter
@@ -44,7 +44,6 @@ from kvinterp.models.door import quiet_transformers
 
 PROGRAMS, SECONDS = 100, 80.0
 """Programs that are run unless told, and processor seconds that they take at most."""
-SIXTEEN = (torch.float16, torch.bfloat16)
 FEWER_BITS = "a tensor is cast to 16 bits in this use that the plain forward keeps wider"
 
 
@@ -57,6 +56,7 @@ def uses_of(
     reach: str = "no",
     progress: Callable[[str], None] = lambda _: None,
     asked: GivenCache | None = None,
+    breadth: str = "default",
 ) -> list[Check]:
     """Tries a model's cache in every use that it offers.
 
@@ -71,6 +71,8 @@ def uses_of(
         reach: ``"yes"`` also goes over every edge that the config names, however far.
         progress: Told what runs.
         asked: The cache that is asked about, where it is not the model's own.
+        breadth: ``"quick"``: each use once, until one is wrong, and nothing that no contract of a
+            cache promises.
 
     Returns:
         A check a use, those that are wrong first.
@@ -95,12 +97,18 @@ def uses_of(
         ]
         further, dear = far_programs(adapter, reach)
         ahead = [*map(program_named, further)]
-        found = search(subject, programs, seconds, seed, first, progress=progress, further=ahead)
+        faults = 1 if breadth == "quick" else 4
+
+        def searched() -> Searched:
+            return search(
+                subject, programs, seconds, seed, first, faults, progress=progress, further=ahead,
+                breadth=breadth,
+            )  # fmt: skip
+
+        found = searched()
         if subject.lifted and (own := subject_instead(adapter, found, make)) is not None:
             subject, why = own
-            found = search(
-                subject, programs, seconds, seed, first, progress=progress, further=ahead
-            )
+            found = searched()
         names = {
             str(program_named(text)): (past(size), size) for text, size in further.items()
         } | names
@@ -111,7 +119,11 @@ def uses_of(
         if why:
             said = f"what runs on this model does not follow a cast ({why}), so programs were judged in its own"
             not_reached.insert(0, Check("float64", NOT_RUN, f"{said} {dtype_name(adapter.dtype)}."))
-        elif not subject.lossy if sixteen else not any(one.status == WRONG for one in checks):
+        elif (
+            not subject.lossy
+            if sixteen
+            else not any(one.status == WRONG for one in checks) and _may_cast(subject, found)
+        ):
             checks += _narrow(
                 adapter, subject, given, _wrong_uses(checks), programs // 5, seconds / 3, make
             )
@@ -125,15 +137,14 @@ def uses_of(
                 )
             )
         # What no contract of a cache promises: said, and no failure.
-        found, known = (
-            search(subject, programs // 6, seconds / 4, seed, faults=1, beyond="yes"),
-            _wrong_uses(checks),
-        )
-        checks += [
-            _wrong(subject, one, BEYOND, found.ran)
-            for one in found.wrong
-            if base_of(one.use) not in known
-        ]
+        if breadth != "quick":
+            found = search(subject, programs // 6, seconds / 4, seed, faults=1, beyond="yes")
+            known = _wrong_uses(checks)
+            checks += [
+                _wrong(subject, one, BEYOND, found.ran)
+                for one in found.wrong
+                if base_of(one.use) not in known
+            ]
         return [*sorted(checks, key=lambda one: one.status != WRONG), *not_reached]
 
 
@@ -145,19 +156,31 @@ def check_functions(
     asked: Sequence[Program],
     lengths: Sequence[Program],
     progress: Callable[[str], None],
+    breadth: str = "default",
 ) -> tuple[Searched, list[Check]]:
     """The same of anybody's own forward and step: as far as the functions go, and without a place.
 
     Args:
         subject: They.
-        programs, seconds, seed, progress: As of :func:`uses_of`.
+        programs, seconds, seed, progress, breadth: As of :func:`uses_of`.
         asked: Programs that are run besides.
         lengths: Those that go on singly behind prompts of some lengths.
     """
     names, further = {*map(str, asked)}, far(subject.context)
     given, most = [*asked, *lengths], programs + (len(asked) + len(lengths)) * (programs > 0)
     ahead = [*map(program_named, further)] if programs else []
-    found = search(subject, most, seconds, seed, given, progress=progress, further=ahead)
+    faults = 1 if breadth == "quick" else 4
+    found = search(
+        subject,
+        most,
+        seconds,
+        seed,
+        given,
+        faults,
+        progress=progress,
+        further=ahead,
+        breadth=breadth,
+    )
     edges = {
         str(program): (past(size), size)
         for program, size in zip(ahead, further.values(), strict=False)
@@ -315,6 +338,15 @@ def _wrong(subject: Subject, one: Run, status: str, ran: int) -> Check:
 
 def _wrong_uses(checks: Sequence[Check]) -> set[str]:
     return {base_of(check.name) for check in checks if check.status == WRONG}
+
+
+def _may_cast(subject: ModelSubject, found: Searched) -> bool:
+    """Whether programs may go otherwise where casts to 16 bits are left as they are: no operation
+    named a type of 16 bits in any that is tried first, so that these would run the same again.
+    """
+    return bool(subject.sixteen_met) or not {*map(str, found.cut)}.isdisjoint(
+        str(program_named(text)) for text in FIRST
+    )
 
 
 def _narrow(

@@ -28,6 +28,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import kvinterp as kv
+import kvinterp.auditing.programs.search as search_file
+from kvinterp.auditing import uses
 from kvinterp.auditing.checks import NUMBERS
 from kvinterp.auditing.programs.function_subject import FunctionSubject
 from kvinterp.auditing.programs.model_subject import ModelSubject
@@ -37,9 +39,10 @@ from kvinterp.auditing.programs.pasted import pasted
 from kvinterp.auditing.programs.place import placed
 from kvinterp.auditing.programs.program import Program, Rows
 from kvinterp.auditing.programs.running import Run
-from kvinterp.auditing.programs.search import FIRST, sample_program, search, smaller
+from kvinterp.auditing.programs.search import FIRST, run_program, sample_program, search, smaller
 from kvinterp.auditing.uses import FEWER_BITS, uses_of
 from kvinterp.errors import InputError, UnsupportedError
+from kvinterp.testing import CacheInconsistency, assert_cache_consistent
 
 SMALL = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -391,6 +394,56 @@ def test_a_cast_in_compiled_code_is_seen_where_it_was_asked_for():
     assert (check.status, check.hint) == (WRONG, FEWER_BITS)
     assert "+compile(eager)+" in check.program, "a smaller program of another backend is another program"
     assert "torch.compile(model.forward, backend='eager')" in check.lines
+
+
+def test_what_names_no_type_of_16_bits_is_not_run_again_with_casts(monkeypatch):
+    """Programs with casts to 16 bits are run again only if an operation named such a type, compiled code's too."""
+    plain, cast = planted(""), planted("compiled cast")
+    for subject in (plain, cast):
+        assert run_program(subject, program_named("rows(0)+feed(5)+feed(1)")).word == RIGHT
+        assert not subject.sixteen_met
+        assert run_program(subject, program_named("rows(0)+feed(5)+compile(eager)+feed(1)")).word == RIGHT
+    assert (plain.sixteen_met, cast.sixteen_met) == (set(), {torch.bfloat16})
+    narrow = []
+    monkeypatch.setattr(uses, "_narrow", lambda *_: narrow.append("run") or [])
+    monkeypatch.setattr(uses, "FIRST", FIRST[:2])
+    monkeypatch.setattr(search_file, "FIRST", FIRST[:2])
+    assert uses_of(plain.given, 2)
+    assert not narrow
+    assert uses_of(plain.given, 1)
+    assert narrow, "a program that was cut off may run in it"
+    narrow.clear()
+    assert uses_of(cast.given, 3, given=programs_named("compiled(eager)"))
+    assert narrow
+
+
+def test_a_quick_search_tries_each_use_once_and_ends_with_the_first_that_is_wrong(sound):
+    """Nothing is compiled or drawn; a fault among the first ten ends it there, and seconds cut it off."""
+    quick = {"faults": 1, "breadth": "quick"}
+    found = search(sound, 500, 120, **quick)
+    assert (found.wrong, found.cut) == ([], [])
+    assert "compiled" not in found.right
+    offered = [text for text in FIRST if sound.offers(program_named(text).rows) and "compile" not in text]
+    assert found.ran == len(offered) > 50
+    found = search(planted("chunk"), 500, 120, **quick)
+    assert [one.use for one in found.wrong] == ["several chunks"]
+    assert found.ran <= 10
+    found = search(sound, 500, 1e-9, **quick)
+    assert found.cut
+    assert found.ran == 0
+
+
+def test_the_helper_raises_with_a_program_before_any_precision_is_run():
+    """The plainest uses come first; what is allowed may be read from the precisions alone, so that they are run then."""
+    sound, wrong = (planted(fault).given.source for fault in ("", "chunk"))
+    verdict = assert_cache_consistent(sound, lengths=(5,), steps=1)
+    assert any(check.name == "beam search" for check in verdict.checks)
+    with pytest.raises(CacheInconsistency, match="no precisions: a program of the cache is wrong") as raised:
+        assert_cache_consistent(wrong)
+    assert raised.value.verdict.verdict == "bug"
+    assert [check.name for check in raised.value.verdict.checks if check.status == WRONG] == ["several chunks"]
+    with pytest.raises(CacheInconsistency, match="Prompts of 5 tokens"):
+        assert_cache_consistent(wrong, lengths=(5,), steps=1, allow=("hidden-cast",))
 
 
 def test_anybodys_own_forward_and_step_are_asked():

@@ -68,6 +68,9 @@ class ModelSubject(Subject):
             the model as it is.
         kind: The kind of cache that is asked about; None for the model's own.
         declared: Whether that cache is said to lose something.
+
+    Attributes:
+        sixteen_met: The types of 16 bits that an operation named and whose cast was lifted.
     """
 
     uncompiled: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -91,6 +94,7 @@ class ModelSubject(Subject):
             adapter if not lifted or adapter.dtype == torch.float64 else adapter.cast(torch.float64)
         )
         self.lifted = lifted
+        self.sixteen_met = set[torch.dtype]()
         self.model: Any = self.adapter.model
         self.name, self.device = adapter.facts.name, adapter.device
         self.native, self.stateful = self.adapter.plain, getattr(self.model, "_is_stateful", False)
@@ -296,7 +300,11 @@ class ModelSubject(Subject):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Whatever runs inside begins with the model as it was found, without its casts."""
-        with torch.no_grad(), self.adapter.own_state([]), casts_lifted(self.lifted):
+        with (
+            torch.no_grad(),
+            self.adapter.own_state([]),
+            casts_lifted(self.lifted, self.sixteen_met),
+        ):
             yield
 
     def plain(self, ids: Tensor, **model_kwargs: Tensor) -> Tensor:

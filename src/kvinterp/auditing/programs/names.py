@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import itertools
 from typing import Any, ClassVar
 
@@ -303,6 +304,7 @@ class Names:
         return "+".join(map(spec.text_of, self.parts))
 
 
+@functools.cache
 def program_named(text: str) -> Program:
     """Reads a program's text form.
 

@@ -30,8 +30,10 @@ class Reach:
 
     def beside(self, other: Reach) -> Reach:
         """The larger of each number."""
-        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Reach(*(max(pair) for pair in pairs))
+        if self is other:
+            return self
+        # All fields by their names: astuple copies what is in them.
+        return Reach(**{name: max(value, vars(other)[name]) for name, value in vars(self).items()})
 
     def __str__(self) -> str:
         """As the first line of a verdict has it; what was not tried is left out."""

@@ -273,7 +273,12 @@ def _affordable(subject: Subject, program: Program) -> bool:
     """Whether a program is tried without being asked for: a decode step is compiled where that
     takes seconds.
     """
-    return subject.compiles or not any(isinstance(step, Compile) for step in program.steps)
+    return subject.compiles or not compiles(program)
+
+
+def compiles(program: Program) -> bool:
+    """Whether a step of it compiles the model."""
+    return any(isinstance(step, Compile) for step in program.steps)
 
 
 def _padded(rows: Rows, row: int, pads: int) -> Rows:
@@ -325,23 +330,26 @@ def run_program(subject: Subject, program: Program) -> Run:
     return run
 
 
-def shrink(subject: Subject, one: Run, seconds: float, repeats: str = "no") -> Run:
+def shrink(
+    subject: Subject, one: Run, seconds: float, repeats: str = "no", at_least: float = 5.0
+) -> Run:
     """The run of the smallest program that comes to the same word in the same way: a crash, or
     other numbers.
 
     Args:
         subject: The model.
         one: The run that is wrong.
-        seconds: Processor seconds that this takes at most, but at least five.
+        seconds: Processor seconds that this takes at most, but for those of ``at_least``.
         repeats: ``"yes"`` where it is wrong since something is kept between requests, outside the
             model: the smallest program is one whose request comes again, and every trial has tokens
                 that nobody fed before.
+        at_least: Processor seconds that it may take however few ``seconds`` are.
     """
 
     def came(run: Run) -> tuple[str, bool]:
         return run.word, bool(run.raised)
 
-    until = time.process_time() + max(seconds, 5.0)
+    until = time.process_time() + max(seconds, at_least)
     if repeats == "yes":
         seeds = itertools.count(one.program.rows.seed + 1)
 
@@ -412,6 +420,7 @@ def search(
     beyond: str = "no",
     progress: Callable[[str], None] = lambda _: None,
     further: Sequence[Program] = (),
+    breadth: str = "default",
 ) -> Searched:
     """Runs what was given, what is tried first, and programs that are drawn; each fault is shrunk
     and then looked past.
@@ -423,12 +432,15 @@ def search(
         seed: Draws them.
         given: Programs that are run before all others.
         faults: How many are shrunk; then nothing more is drawn. What is tried first is run whatever
-            is wrong.
+            is wrong, unless it is quick.
         beyond: ``"yes"`` draws what no contract of a cache promises, and tries nothing before that.
         progress: Told how many have run.
         further: Programs behind what is tried first, the nearest first: as far as half of the time
             that is left then takes them. The nearest of all comes early.
+        breadth: ``"quick"``: what was given and what is tried first alone, nothing compiled, and
+            nothing behind the first faults.
     """
+    quick = breadth == "quick"
     began, draw, found = time.process_time(), random.Random(seed), Searched()
     known: set[str] = set()
     right: Program | None = None
@@ -441,19 +453,25 @@ def search(
     first = [
         program for program in first if subject.offers(program.rows) and subject.holds(program)
     ]
-    first = [program for program in first if _affordable(subject, program)]
+    first = [
+        program
+        for program in first
+        if _affordable(subject, program) and not (quick and compiles(program))
+    ]
     further = [
         program for program in further if subject.offers(program.rows) and subject.holds(program)
     ]
     first, further = [*first[:EARLY], *further[:1], *first[EARLY:]], further[1:]
-    more = filter(subject.holds, (sample_program(draw, subject, beyond) for _ in itertools.count()))
+    further = [] if quick else further
+    numbers = range(0) if quick else itertools.count()
+    more = filter(subject.holds, (sample_program(draw, subject, beyond) for _ in numbers))
     queue = itertools.chain(given, first, further, more)
     pace, at_first = _Pace(began + seconds), len(given) + len(first)
     meant = at_first + len(further)
     for number, program in enumerate(queue):
         now = time.process_time()
         enough, over = len(found.wrong) >= faults, found.ran >= programs or now > pace.ends
-        if number >= len(given) and (over or (enough and number >= at_first)):
+        if number >= len(given) and (over or (enough and (quick or number >= at_first))):
             if programs and not enough:
                 found.cut += itertools.islice(
                     itertools.chain([program], queue), max(meant - number, 0)
@@ -481,7 +499,10 @@ def search(
             # What was right and no longer is met something that was kept in between, which explains
             # whatever follows.
             kept = right is not None and run_program(subject, right).word == WRONG
-            one = one if enough else shrink(subject, one, seconds / 4, "yes" if kept else "no")
+            if not enough:
+                # What is quick ends with this one: it has all the time that is left.
+                least = max(pace.ends - time.process_time(), 0.5) if quick else 5.0
+                one = shrink(subject, one, seconds / 4, "yes" if kept else "no", least)
             if not known & set(map(base_of, one.uses)):
                 found.wrong.append(one)
                 known.add(base_of(one.use))

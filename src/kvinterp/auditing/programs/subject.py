@@ -37,44 +37,64 @@ ALONE = 1e-3
 """How far off of itself alone a row of a batch is where the batch changes what is computed."""
 NOT_ONE = 0.03
 """A limit beyond which the forward is no one function of the text."""
-NARROW = (torch.float32, torch.float16, torch.bfloat16)
+SIXTEEN = (torch.float16, torch.bfloat16)
+NARROW = (torch.float32, *SIXTEEN)
+_DTYPE = torch.dtype
 
 
 class _Wider(TorchFunctionMode):
-    """Runs each operation of torch in float64 where it would make or cast to one of these types."""
+    """Runs each operation of torch in float64 where it would make or cast to one of these types.
 
-    def __init__(self, narrow: Sequence[torch.dtype]) -> None:
+    Args:
+        narrow: The types.
+        met: Gets those of 16 bits that an operation named.
+    """
+
+    def __init__(self, narrow: Sequence[torch.dtype], met: set[torch.dtype]) -> None:
         super().__init__()
-        self.narrow, self.casts = narrow, {torch.Tensor.float: torch.Tensor.double}
+        self.narrow, self.met = narrow, met
+        self.casts: dict[Any, Any] = {torch.Tensor.float: torch.Tensor.double}
         if torch.float16 in narrow:
-            self.casts |= {
-                torch.Tensor.half: torch.Tensor.double,
-                torch.Tensor.bfloat16: torch.Tensor.double,
-            }
+            self.casts |= {torch.Tensor.half: self._halved, torch.Tensor.bfloat16: self._halved}
 
     def wide(self, value: Any) -> Any:
         """What stands for a value that an operation is given."""
-        return torch.float64 if type(value) is torch.dtype and value in self.narrow else value
+        if type(value) is not torch.dtype or value not in self.narrow:
+            return value
+        # Asked first, since torch.compile traces a look into a set and may not trace a change of it.
+        if value is not torch.float32 and value not in self.met:
+            self.met.add(value)
+        return torch.float64
+
+    def _halved(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """What stands for ``half()`` and ``bfloat16()``."""
+        if torch.float16 not in self.met:
+            self.met.add(torch.float16)
+        return tensor.double(*args, **kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Every operation comes here, and hardly any names a type. Loops, since torch.compile traces
         # them in half the time of a map.
         for value in args:
-            if type(value) is torch.dtype:
+            if type(value) is _DTYPE:
                 args = [self.wide(one) for one in args]
                 break
-        given = kwargs or {}
-        for value in given.values():
-            if type(value) is torch.dtype:
-                given = {name: self.wide(one) for name, one in given.items()}
+        func = self.casts.get(func, func)
+        if not kwargs:
+            return func(*args)
+        for value in kwargs.values():
+            if type(value) is _DTYPE:
+                kwargs = {name: self.wide(one) for name, one in kwargs.items()}
                 break
-        return self.casts.get(func, func)(*args, **given)
+        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def casts_lifted(narrow: Sequence[torch.dtype] = NARROW) -> Iterator[None]:
+def casts_lifted(
+    narrow: Sequence[torch.dtype] = NARROW, met: set[torch.dtype] | None = None
+) -> Iterator[None]:
     """What runs inside makes and casts to float64 where it would to one of these types; to what it
-    would where there is none.
+    would where there is none. ``met`` gets the types of 16 bits among them that were named.
     """
     if not narrow:
         yield
@@ -82,7 +102,7 @@ def casts_lifted(narrow: Sequence[torch.dtype] = NARROW) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _Wider(narrow):
+        with _Wider(narrow, set() if met is None else met):
             yield
     finally:
         torch.set_default_dtype(before)
@@ -93,7 +113,9 @@ def apart(got: Tensor, want: Tensor) -> float:
     fine = want.isfinite()
     if not torch.equal(fine, got.isfinite()) or not bool(fine.any()):
         return float("inf")
-    mine, right = got[fine].double(), want[fine].double()
+    if not bool(fine.all()):
+        got, want = got[fine], want[fine]
+    mine, right = got.double(), want.double()
     return float((mine - right).abs().max() / (right.abs().max() or 1.0))
 
 
