@@ -22,7 +22,7 @@ from kvinterp.commands.kit import (
     option,
 )
 from kvinterp.recording import generated
-from kvinterp.report.attention import attention_comparison, finding_of
+from kvinterp.report.attention import BOTH_RUNS, attention_comparison, finding_of
 
 PAGE = "attention.html"
 _TWO_PATHS = (
@@ -91,9 +91,7 @@ class Attention(OfModel):
     def _shown(self, result: Result) -> tuple[int, str, str]:
         """The step, and what stands beside what."""
         step = result.contents()[1].get("step", self.step)
-        if self.generated is None:
-            return step, self.a, self.b
-        return step, "the run that wrote the text", "a forward over the finished text"
+        return step, *((self.a, self.b) if self.generated is None else BOTH_RUNS)
 
     def rows(self, result: Result) -> Rows:
         """The heads with the largest KL."""

@@ -29,14 +29,15 @@ class Call:
         prompt_length: The columns of its prompts, pads among them; 0 where it was given no token
             ids.
         mask: ``[batch, column]``, 0 at pads, if it was given one.
-        ends: The tokens that end a text, if it was given any.
+        ends: The tokens that end a text, none where it was told to go on behind them; None where it
+            was told nothing, and they are the model's own.
         output: ``[batch, column]``, the token ids that it returned; None while it runs, and where
             it returned a text.
     """
 
     prompt_length: int = 0
     mask: Tensor | None = None
-    ends: tuple[int, ...] = ()
+    ends: tuple[int, ...] | None = None
     output: Tensor | None = None
 
 
@@ -132,11 +133,9 @@ class Calls:
         call = self.call = Call()
         if isinstance(prompt, Tensor) and prompt.dim() == 2 and not prompt.is_floating_point():
             call.prompt_length = prompt.shape[1]
-        mask, ends = kwargs.get("attention_mask"), kwargs.get("eos_token_id")
+        mask = kwargs.get("attention_mask")
         call.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        call.ends = (
-            tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (int(ends),)
-        )
+        call.ends = _ends_of(kwargs)
         try:
             output = generate(*args, **kwargs)
             ids = getattr(output, "sequences", output)
@@ -145,3 +144,16 @@ class Calls:
             return output
         finally:
             self.call = None
+
+
+def _ends_of(kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """The tokens at which a ``generate()`` called so ends a text, if it says."""
+    # HookedTransformer's and the bridge's; transformers itself has no such argument.
+    if kwargs.get("stop_at_eos") is False:
+        return ()
+    ends = kwargs.get("eos_token_id")
+    if ends is None:
+        ends = getattr(kwargs.get("generation_config"), "eos_token_id", None)
+    if ends is None:
+        return None
+    return tuple(torch.as_tensor(ends).flatten().tolist())

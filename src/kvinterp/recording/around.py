@@ -238,7 +238,9 @@ class Recording(Recorder, WatchesPasses):
             if seen is None
             else pads_in(seen[:, : batch.prompt_length])
         )
-        ends = set(self.adapter.end_tokens).union(*(call.ends for call in batch.calls))
+        own = self.adapter.end_tokens
+        told = [own if call.ends is None else call.ends for call in batch.calls] or [own]
+        ends = tuple(set().union(*told))
         unread = self._passes.rows.unread
         path = (
             "cached"
@@ -247,8 +249,8 @@ class Recording(Recorder, WatchesPasses):
         )
         for row, tokens in enumerate(ids.tolist()):
             begin, cut = pads[row], batch.prompt_length
-            generated = tuple(tokens[cut : cut + ended(tokens[cut:], tuple(ends))])
-            stop = text_end(tokens, cut, batch.end, tuple(ends))
+            generated = tuple(tokens[cut : cut + ended(tokens[cut:], ends)])
+            stop = text_end(tokens, cut, batch.end, ends)
             text = tokens[: cut + len(generated)]
             chosen = self._chosen(batch, pads, begin, stop, text)
             columns = range(begin, stop) if chosen is None else chosen

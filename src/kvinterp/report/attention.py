@@ -40,6 +40,8 @@ from kvinterp.report.page import Text, fragment
 
 Square = Float[Tensor, "head query key"]
 
+#: What a whole generation is shown beside.
+BOTH_RUNS = ("the run that wrote the text", "a forward over the finished text")
 #: Positions of a whole generation that are shown unless fewer were asked for.
 _WHOLE = 160
 #: Cells the browser draws without a wait: 32 heads, three patterns each, 48 positions a side, and a
@@ -148,6 +150,7 @@ def attention_comparison(
         "example": (example, 0),
     }
     unread: Sequence[str]
+    sides = BOTH_RUNS if isinstance(source, Generation) else None
     if is_activation_cache(source):
         unread, why = (
             ("step", "a", "b", "model", "example"),
@@ -223,10 +226,10 @@ def attention_comparison(
     table = pd.DataFrame(
         [{**head.row, "shown": place < most_heads} for place, head in enumerate(shown_heads)]
     )
-    found = finding_of(table, step, *(trace.path for trace in pair))
+    sides = sides or (pair[0].path, pair[1].path)
+    found, shown = finding_of(table, step, *sides), shown_heads[:most_heads]
     return AttentionComparison(
-        table,
-        AttentionPage(pair, step, len(shown_heads), view, names, shown_heads[:most_heads], found),
+        table, AttentionPage(pair, sides, step, len(shown_heads), view, names, shown, found)
     )
 
 

@@ -94,6 +94,7 @@ class AttentionPage:
 
     Attributes:
         pair: The traces.
+        sides: What each is called.
         step: The decode step.
         compared: The number of heads that were compared.
         view: The positions to show.
@@ -103,6 +104,7 @@ class AttentionPage:
     """
 
     pair: tuple[Trace, Trace]
+    sides: tuple[str, str]
     step: int
     compared: int
     view: View
@@ -133,7 +135,7 @@ class AttentionPage:
 
     def html(self) -> str:
         """The page as text."""
-        title = f"Attention at step {self.step}: {self.pair[0].path} against {self.pair[1].path}"
+        title = f"Attention at step {self.step}: {self.sides[0]} against {self.sides[1]}"
         return render(title, template="attention", sheet="attention", page=self)
 
     @property

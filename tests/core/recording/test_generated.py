@@ -164,6 +164,23 @@ def test_record_around_anybodys_generate(model: Any) -> None:
 
 
 @torch.no_grad()
+def test_a_text_that_goes_on_behind_an_end_token(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generate() that is told where texts end, or to go on, is taken at its word."""
+    ids = torch.tensor([PROMPTS[0]])
+    how: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW}
+    others = {"eos_token_id": 1} if model.plain else {"stop_at_eos": False, "verbose": False}
+    written = model.model.generate(ids, **how, **others)[0, ids.shape[1] :].tolist()
+    # The last but one token that is written ends a text as the model has it, and another follows.
+    monkeypatch.setattr(type(model), "end_tokens", (written[-2],))
+    assert 1 not in written
+    with kv.record(model, "resid_post", positions="all") as recorder:
+        model.model.generate(ids, **how, **others)
+    (text,) = recorder.texts()
+    assert list(text.tokens) == written
+    assert len(text.positions) == ids.shape[1] + NEW - 1
+
+
+@torch.no_grad()
 def test_texts_of_a_loop_of_ones_own(model: Any) -> None:
     """No ``generate``: the first forward is the prompt; without a cache each row is of the forward that first computed it."""
     ids = torch.tensor([PROMPTS[0]])

@@ -120,6 +120,7 @@ def test_a_whole_generation_is_shown(model: Any) -> None:
     """Each row is the one that the run which wrote the text computed; beside it the rows of one forward."""
     (text,) = kv.generated(model, PROMPT, "pattern", max_new_tokens=5)
     shown = attention_comparison(text)
+    assert "<h1>Attention at step 4: the run that wrote the text against" in shown.page.html()
     step = len(text.positions) - len(text.prompt)
     assert (shown.page.step, shown.page.view.stop, shown.page.view.start) == (step, len(text.positions), 0)
     head = shown.page.heads[0]
