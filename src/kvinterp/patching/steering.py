@@ -199,7 +199,7 @@ class Steering:
         if text is None or not (0 < start <= text.end if start else grows):
             prompt = (call.prompt_length if call is not None else 0) or start or end
             pads = self._pads(batch, prompt)
-            ends = (*self._ends, *(() if call is None else call.ends))
+            ends = self._ends if call is None or call.ends is None else call.ends
             text = _Text(
                 call, prompt, pads, start, torch.zeros(batch, start, dtype=torch.bool), ends=ends
             )
