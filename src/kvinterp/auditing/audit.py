@@ -119,28 +119,32 @@ def audit(
         prompts: Texts or token ids, each at least as long as the longest length and its steps;
             default: two random ones.
         rungs: The precisions to climb.
-        lengths: Prompt lengths after which tokens are fed one by one; those the context has room
-            for are used. Default: :data:`LENGTHS` and those on both sides of the model's own window
-            and chunk, as far as these are at most 512. The first prompt takes all of them, in the
-            model's own precision and in the finest; the shortest and the longest stand for them in
-            the others, with a fixed order of additions, and for further prompts.
-        steps: How many tokens are fed one by one after each.
-        seed: Seeds the random prompts.
+        lengths: Lengths of the prompts, each followed by single tokens. Default:
+            5,63,64,65,96,97,128 and the lengths around the model's sliding window.
+
+            Those the context has room for are used, and of the ones around a window or chunk those
+            up to 512. The first prompt takes all of them, in the model's own precision and in the
+            finest; the shortest and the longest stand for them in the others, with a fixed order of
+            additions, and for further prompts.
+        steps: How many tokens follow each prompt, one at a time.
+        seed: Seed for random prompts and random weights.
         sweep: ``"yes"`` also decodes the whole first prompt from its beginning, in the same two
             precisions, to find the first position at which something is wrong.
-        checks: Which programs of the cache are run beside tokens fed one by one: ``"default"`` (as
-            many as ``programs``), ``"thorough"`` (five times as many), ``"quick"`` (each use once,
-            none compiled or drawn, before the precisions, and the first that is wrong ends the
-            audit unless ``allow`` names a word) or ``"none"``.
+        checks: Which programs of the cache to run: default (--programs), thorough (five times as
+            many), quick (each use once, first) or none.
+
+            They are run beside tokens fed one by one. ``"quick"`` compiles and draws none, runs
+            them before the precisions, and the first that is wrong ends the audit unless ``allow``
+            names a word.
         reach: ``"yes"`` also decodes over every edge that the config names (window, RoPE switch,
             context end), however far; ``"no"`` lists those that cost too much as not run.
-        calls: Programs to run besides, with commas between, such as
-            ``"rows(0+4)+feed(9)+feed(3,1)"``, or names for one, such as
-            ``"padded(left,5),batched(8)"``; or ``"all"`` names. Each line also says how far it
-            moves logits in the model's own dtype, beside two recomputations in it (``distances``).
-        programs: How many programs of the cache are run: some that try each use once, then drawn
-            ones (``seed``).
-        seconds: Processor seconds that they take at most.
+        calls: Programs to run as well, such as 'rows(0+4)+feed(9)+crop(2)+feed(1)', or their names,
+            such as padded(left,5),batched(8); or all. Also prints how far each moves logits in
+            --dtype.
+
+            Beside each distance stand those of two recomputations in that dtype (``distances``).
+        programs: How many programs of the cache to run: each use once, then drawn ones (--seed).
+        seconds: Processor seconds that the programs take at most.
         full: In the place of a model anybody's own code: token ids ``[row, position]`` to logits
             ``[row, position, vocabulary]``, without a cache. A module whose ``forward(ids, cache)``
             returns both may be given as the model.
@@ -155,24 +159,29 @@ def audit(
             that holds more than text: then ``prompts`` is that one prompt as token ids, and every
             row begins with it and an image of its own; or a list of both. An encoder-decoder takes
             what its encoder reads, a row a source.
-        cache: Another cache than the model's own, which alone is asked about: a class of
-            transformers caches of your own, a function that makes one, or a kind by name, such as
-            ``"quantized(4)"``; see :func:`kvinterp.Cached`. Programs run on it, and its own methods
-            move its rows and take its positions back.
+        cache: Ask about another cache than the model's own, on this model: quantized(4),
+            quantized(8,fp8), static, offloaded, or your own class, package.module:Class.
+
+            Or the class itself, or a function that makes one; see :func:`kvinterp.Cached`. Programs
+            run on it, and its own methods move its rows and take its positions back.
         lossy: ``"yes"``: that cache is meant to lose something, as a quantised one of your own:
             what is right is then the same cache without the use, one row alone. Transformers'
             quantised layers need not be said.
-        allow: Words of :data:`VERDICTS` that shall not fail, such as ``"hidden-cast"``.
+        allow: A verdict that should not fail, such as hidden-cast; may be given several times.
+
+            In Python a list of words of :data:`VERDICTS`.
         out: A folder for verdict.json and the page, or None.
         detail: ``"verdict"`` returns the :class:`Verdict`, ``"everything"`` the :class:`Audit`.
         progress: Told what runs next.
-        against: What another engine gave: a file of its log-probs (docs/engines.md), or what
-            :meth:`kvinterp.Trace.from_arrays` made of arrays. Then these are judged, on their own
-            tokens.
-        format: The format of that file; known by its content unless given.
+        against: Judge the log-probs of another engine instead, read from this file
+            (docs/engines.md).
+
+            Or from what :meth:`kvinterp.Trace.from_arrays` made of arrays. They are judged on their
+            own tokens.
+        format: Format of the --against file. Default: recognised from its content.
         declared: The dtype that the engine was said to compute in; what the file says unless given.
-        older: The model with weights of an earlier time, or without an adapter, which that engine
-            or its cache may still have.
+        older: The model with weights of an earlier time, or without an adapter, which the engine of
+            --against or its cache may have.
 
     Raises:
         InputError: Something given does not fit.

@@ -135,8 +135,8 @@ class KernelsTable(Result):
 def kernels_table(
     model: Any,
     *,
-    sizes: Sequence[int] = SIZES,
     kernels: str | Kernels = "native",
+    sizes: Sequence[int] = SIZES,
     seed: int = 0,
     length: int = 24,
 ) -> KernelsTable:
@@ -144,10 +144,13 @@ def kernels_table(
 
     Args:
         model: A model of any kind or an adapter.
-        sizes: Numbers of rows and of keys; the smallest is the reference for rows, the largest for
-            keys.
-        kernels: A kernel mode to measure instead of the machine's own.
-        seed: Seeds the prompt whose forward gives the inputs.
+        kernels: The kernels to examine: native, batch_invariant, split_k(4,float16), layer_cast, ...
+        sizes: The numbers of rows, and of keys, to compare.
+
+            The smallest is the reference for rows, the largest for keys.
+        seed: Seed for the random prompt.
+
+            Its forward gives the inputs.
         length: Tokens of that prompt.
 
     Raises:

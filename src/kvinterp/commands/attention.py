@@ -7,6 +7,8 @@ needs nothing else: it works offline.
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvinterp.commands.kit import (
     Cell,
     Chart,
@@ -31,7 +33,11 @@ _TWO_PATHS = (
 )
 
 
-class Attention(OfModel):
+class Attention(
+    OfModel,
+    of="kvinterp.report.attention:attention_comparison",
+    without=("source", "other", "heads", "example", "tokens", "positions", "cells", "fit"),
+):
     """Which heads attend elsewhere on the other path?"""
 
     FILES = (PAGE,)
@@ -44,20 +50,11 @@ class Attention(OfModel):
         "Show the attention of a whole generation of so many tokens, beside a forward over the finished text.",
         min=2,
     )
-    a: str = option("cached", "Path A; it chooses the tokens for both paths.", only=_TWO_PATHS)
-    b: str = option("recompute", "Path B.", only=_TWO_PATHS)
-    step: int = option(
-        4,
-        "The decode step; 0 is the prefill, which is the same on most paths.",
-        min=0,
-        only=_TWO_PATHS,
-    )
-    layers: tuple[int, ...] | None = option(
-        None, "Layers to compare, such as 0,2,-1. Default: all.", example="0,2,-1"
-    )
-    most: int | None = option(
-        None, "The most heads to show, those with the largest KL first. Default: as many as fit."
-    )
+    step: Any = option(4, min=0, only=_TWO_PATHS)
+    layers: Any = option(example="0,2,-1")
+    a: Any = option(only=_TWO_PATHS)
+    b: Any = option(only=_TWO_PATHS)
+    most: Any = option()
 
     def cells(self) -> list[Cell]:
         """One cell: a page is of one prompt and step."""
@@ -67,9 +64,7 @@ class Attention(OfModel):
         """The heads of one prompt, and the page that shows them."""
         adapter, prompt = self.adapter(), self.prompt_list[0]
         if self.generated is None:
-            shown = attention_comparison(
-                adapter, prompt, **self.choices("step", "layers", "a", "b", "most")
-            )
+            shown = attention_comparison(adapter, prompt, **self.arguments())
         else:
             (text,) = generated(
                 adapter, prompt, "pattern", self.layers, max_new_tokens=self.generated

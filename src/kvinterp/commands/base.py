@@ -23,7 +23,7 @@ from kvinterp.commands import running
 from kvinterp.commands.cells import Cell, joined, loaded
 from kvinterp.commands.choices import check_choices
 from kvinterp.commands.circumstances import circumstances
-from kvinterp.commands.options import OPTION, argument, model, option, seed, shared
+from kvinterp.commands.options import OPTION, argument, model, option, shared, take_parameters
 from kvinterp.commands.results import records
 from kvinterp.common.numbers import models_of
 from kvinterp.common.result import Result
@@ -77,7 +77,7 @@ def brief(sentences: Sequence[str]) -> list[str]:
 # Experiments --------------------------------------------------------------------------------------
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(argument, model, option, seed, shared))
+@dataclass_transform(frozen_default=True, field_specifiers=(argument, model, option, shared))
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """A question asked of one or more models; the fields are its choices.
@@ -98,7 +98,12 @@ class Experiment:
     PARTIAL: ClassVar[str] = "no"
     """``"yes"``: an interrupted run writes the tables of what is finished."""
 
-    def __init_subclass__(cls) -> None:
+    TAKEN: ClassVar[Mapping[str, str]] = {}
+    """The parameters of the function that it runs, by the names of the options that give them."""
+
+    def __init_subclass__(cls, of: str = "", without: Sequence[str] = (), **named: str) -> None:
+        if of:
+            cls.TAKEN = take_parameters(cls, of, without, named)
         dataclasses.dataclass(frozen=True)(cls)
 
     def __post_init__(self) -> None:
@@ -245,6 +250,10 @@ class Experiment:
             if field.metadata.get(OPTION, {}).get("decides") != "nothing"
         )
         return {name: getattr(self, name) for name in names or decide}
+
+    def arguments(self) -> dict[str, Any]:
+        """What its options give to the function that it runs."""
+        return {parameter: getattr(self, name) for name, parameter in self.TAKEN.items()}
 
     def model_settings(self, name: str | None = None) -> dict[str, Any]:
         """The plain settings of a model, by which a cell loads it.

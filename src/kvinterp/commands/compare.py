@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from kvinterp.commands.kit import (
+    DRAWN,
     Cell,
     OfModel,
     Parts,
@@ -19,7 +20,6 @@ from kvinterp.commands.kit import (
     finding,
     numbered,
     option,
-    seed,
     shared,
 )
 from kvinterp.common import words
@@ -31,55 +31,27 @@ from kvinterp.models.inputs import chosen_layers
 log = logging.getLogger("kvinterp")
 
 
-class Compare(OfModel):
+class Compare(OfModel, of="kvinterp.comparison.comparing:compare", without=("continuation",)):
     """How far apart are two paths of one model, at which step, layer, head and cache position?"""
 
     FILES = ("prompts.jsonl",)
     PARTIAL = "yes"
 
     prompts: str = shared("prompts")
-    a: str = option(
-        "cached", "Path A. In the matched protocol it chooses the tokens for both paths."
-    )
-    b: str = option("recompute", "Path B.")
-    protocol: str = option(
-        "matched",
-        "matched: both paths get the same tokens. free: each gets its own.",
-        among=words.Protocol,
-    )
-    strategy: str = option(
-        "greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8)."
-    )
-    max_new_tokens: int = option(48, "The most tokens to decode per prompt.", min=1)
-    record: str | None = option(
-        None,
-        "Sites to compare, with commas (kvinterp list sites); '' for none. Default: resid_post,pattern,kv, as far as the "
-        "model has them.",
-    )
-    layers: tuple[int, ...] | None = option(
-        None,
-        "Layers to compare, such as 0,2,-1. Default: all.",
+    protocol: Any = option(among=words.Protocol)
+    max_new_tokens: Any = option(min=1)
+    seed: Any = option(only=DRAWN)
+    record: Any = option()
+    layers: Any = option(
         example="0,2,-1",
         only=(
             lambda asked: asked.record != "",
             "no site is recorded; leave it out, or name sites with --record",
         ),
     )
-    seed: int = seed()
-    batch_size: int = option(
-        1,
-        "The most prompts in one batch. Batching is used only where it gives the same bits.",
-        decides="nothing",
-        min=1,
-    )
-    stop: str = option(
-        "end of sequence",
-        "When a text ends: at the 'end of sequence' token, or only at the 'length' asked for.",
-        among=words.Stop,
-    )
-    cache_errors: str = option(
-        "aggregated",
-        "Errors of K and V: 'aggregated' by step and by position, or 'whole' (a table quadratic in the steps).",
+    stop: Any = option(among=words.Stop)
+    batch_size: Any = option(decides="nothing", min=1)
+    cache_errors: Any = option(
         among=words.CacheErrors,
         only=(
             lambda asked: asked.records_cache(),
@@ -107,21 +79,9 @@ class Compare(OfModel):
         def kept(number: int, part: Comparison) -> None:
             keep(numbers[number], {name: getattr(part, name) for name in PARTS}, part.provenance)
 
-        names = (
-            "a",
-            "b",
-            "protocol",
-            "strategy",
-            "max_new_tokens",
-            "seed",
-            "batch_size",
-            "stop",
-            "cache_errors",
-        )
         chosen = [prompts[number] for number in numbers]
-        compare_each(
-            kept, adapter, chosen, examples=list(numbers), **recorded, **self.choices(*names)
-        )
+        settings = {**self.arguments(), **recorded}
+        compare_each(kept, adapter, chosen, examples=list(numbers), **settings)
 
     def settings(self) -> dict[str, Any]:
         """With the sites and layers that this model can give."""

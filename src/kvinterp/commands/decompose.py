@@ -6,6 +6,8 @@ rows that recompute computes again among a different number of rows.
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvinterp.commands.kit import (
     Cell,
     Made,
@@ -20,17 +22,20 @@ from kvinterp.patching import Decomposition, decompose
 from kvinterp.patching.side_by_side import two_paths
 
 
-class Decompose(OfModel):
+class Decompose(
+    OfModel,
+    of="kvinterp.patching.decomposition:decompose",
+    without=("suffix", "only", "plant"),
+    cached="a",
+    recompute="b",
+):
     """What makes the difference at every step, each part beside its null?"""
 
     RESULT = Decomposition
 
-    a: str = option(
-        "cached", "Path A, which decodes from a cache, such as cached+int8; it chooses the tokens."
-    )
-    b: str = option("recompute", "Path B, which computes the whole prefix again.")
     prompts: str = shared("prompts")
-    max_new_tokens: int = option(32, "The most tokens to decode per prompt.")
+    a: Any = option()
+    b: Any = option()
 
     def check(self) -> None:
         """Checks the two paths too, before a model is loaded."""
@@ -46,10 +51,8 @@ class Decompose(OfModel):
 
     def decomposed(self, number: int) -> Made:
         """The split of a prompt."""
-        options = self.choices("max_new_tokens") | {"only": [number], "progress": "none"}
-        split = decompose(
-            self.adapter(), self.prompt_list, cached=self.a, recompute=self.b, **options
-        )
+        options = self.arguments() | {"only": [number], "progress": "none"}
+        split = decompose(self.adapter(), self.prompt_list, **options)
         return split.tables, split.provenance
 
     def reduce(self, parts: Parts) -> Result:

@@ -16,12 +16,13 @@ from kvinterp.commands.base import (
 from kvinterp.commands.cells import Cell, joined, stacked
 from kvinterp.commands.circumstances import paths_of, tried
 from kvinterp.commands.options import (
+    DRAWN,
     DRAWS,
     SHARED,
     argument,
+    model,
     option,
     sampled,
-    seed,
     shared,
     used_by,
 )

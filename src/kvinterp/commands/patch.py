@@ -20,109 +20,67 @@ from kvinterp.commands.kit import (
 )
 from kvinterp.common import words
 from kvinterp.common.checks import check_text
+from kvinterp.common.source import parameters
 from kvinterp.models.hook_names import site_of
 from kvinterp.patching import DIRECTIONS, PRESETS, Sweep, highest_kl, sweep
 from kvinterp.patching import Patch as Moved
 from kvinterp.patching.patch import check_patch_site
 from kvinterp.patching.side_by_side import two_paths
 
-_UNLESS_GIVEN = {
-    "site": "kv",
-    "sweep": "cumulative",
-    "direction": "into-cached",
-    "steps": "every",
-    "protocol": "matched",
-    "distance": "l2,kl",
-    "max_new_tokens": 32,
+_FUNCTION = "kvinterp.patching.sweeping:sweep"
+# The command shows first what most look for, the function what the paper sweeps.
+_UNLESS_GIVEN = {"site": "kv", "sweep": "cumulative", "direction": "into-cached"} | {
+    name: parameters(_FUNCTION)[name][0].default
+    for name in ("steps", "protocol", "distance", "max_new_tokens")
 }
 """What a preset may set, where neither it nor anybody else does."""
 
 
-class Patch(OfModel):
+class Patch(
+    OfModel,
+    of=_FUNCTION,
+    without=("positions", "only", "block", "logits", "stop"),
+    cached="a",
+    recompute="b",
+    over="sweep",
+):
     """What carries the difference: which layer, head or block of positions, moved from one path
     into the other?
     """
 
     RESULT = Sweep
 
-    a: str = option(
-        "cached", "Path A, which decodes from a cache, such as cached+int8; it chooses the tokens."
-    )
-    b: str = option("recompute", "Path B, which computes the whole prefix again.")
-    site: str = option(
+    prompts: str = shared("prompts")
+    preset: str | None = option(
         None,
-        "What to patch: kv, cache_k, cache_v, resid_post, attn_out, ... (kvinterp list sites).",
-        show_default=_UNLESS_GIVEN["site"],
+        "paper or matched: settings for site, sweep, direction, steps, protocol, examples, distance and max-new-tokens, unless "
+        "you give them.",
     )
-    sweep: str = option(
-        None,
-        "Which patches to make: single (one layer each), cumulative, cumulative-from, heads, kv-heads or blocks (of positions).",
-        show_default=_UNLESS_GIVEN["sweep"],
-        among=words.Over,
-        commas="between",
+    a: Any = option()
+    b: Any = option()
+    site: Any = option(None, show_default=str(_UNLESS_GIVEN["site"]))
+    sweep: Any = option(
+        None, show_default=str(_UNLESS_GIVEN["sweep"]), among=words.Over, commas="between"
     )
-    direction: str = option(
-        None,
-        "Which path receives the patch: into-recompute or into-cached.",
-        among=DIRECTIONS,
-        show_default=_UNLESS_GIVEN["direction"],
+    direction: Any = option(None, show_default=str(_UNLESS_GIVEN["direction"]), among=DIRECTIONS)
+    steps: Any = option(None, show_default=str(_UNLESS_GIVEN["steps"]))
+    protocol: Any = option(None, show_default=str(_UNLESS_GIVEN["protocol"]), among=words.Protocol)
+    distance: Any = option(
+        None, show_default=str(_UNLESS_GIVEN["distance"]), among=words.Distance, commas="between"
     )
-    steps: str = option(
-        None,
-        "Which decode steps to patch: every, first, or step numbers with commas.",
-        show_default=_UNLESS_GIVEN["steps"],
-    )
-    protocol: str = option(
-        None,
-        "matched: both paths get the same tokens. free: each gets its own.",
-        among=words.Protocol,
-        show_default=_UNLESS_GIVEN["protocol"],
-    )
-    distance: str = option(
-        None,
-        "How far apart the paths are, by l2, kl, margin or logit_difference; several with commas, the first one leads.",
-        show_default=_UNLESS_GIVEN["distance"],
-        among=words.Distance,
-        commas="between",
-    )
-    answers: tuple[str, ...] = option(
+    answers: Any = option(
         (),
-        "For logit_difference, given twice: the right answer, then the wrong one, one token each.",
         flag="--answer",
         only=(
             lambda asked: "logit_difference" in asked.distance,
             "no distance that was asked for is of answers; leave it out, or add logit_difference to --distance",
         ),
     )
-    layers: tuple[int, ...] | None = option(
-        None, "Patch only in these layers, such as 0,2,-1. Default: all.", example="0,2,-1"
-    )
-    examples: int | None = option(
-        None, "Patch only this many prompts: those with the highest KL.", min=1
-    )
-    preset: str | None = option(
-        None,
-        "paper or matched: settings for site, sweep, direction, steps, protocol, examples, distance and max-new-tokens, unless "
-        "you give them.",
-    )
-    prompts: str = shared("prompts")
-    max_new_tokens: int = option(
-        None,
-        "The most tokens to decode per prompt.",
-        show_default=str(_UNLESS_GIVEN["max_new_tokens"]),
-        min=1,
-    )
-    batch_size: int = option(
-        1,
-        "The most patches in one forward pass. Batching is used only where it gives the same bits.",
-        decides="nothing",
-        min=1,
-    )
-    controls: str = option(
-        "quick",
-        "Which controls to run: quick, all (planted causes too, which need the model in float64) or none.",
-        among=words.Controls,
-    )
+    layers: Any = option(example="0,2,-1")
+    examples: Any = option(min=1)
+    max_new_tokens: Any = option(None, show_default=str(_UNLESS_GIVEN["max_new_tokens"]), min=1)
+    batch_size: Any = option(decides="nothing", min=1)
+    controls: Any = option(among=words.Controls)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,34 +117,17 @@ class Patch(OfModel):
     ) -> None:
         """Sweeps over some of the prompts that are patched, and keeps what each gave."""
         adapter, prompts = self.adapter(), self.prompt_list
-        paths: dict[str, Any] = {"cached": self.a, "recompute": self.b}
+        settings = self.arguments() | {"examples": None, "steps": _steps(self.steps)}
         chosen = list(range(len(prompts)))
         if self.examples is not None:
-            options = self.choices("protocol", "max_new_tokens")
-            chosen = highest_kl(
-                adapter, prompts, self.examples, **options, **paths, progress=progress
-            )
-        names = (
-            "site",
-            "direction",
-            "protocol",
-            "layers",
-            "max_new_tokens",
-            "distance",
-            "answers",
-            "batch_size",
-        )
-        settings = self.choices(*names) | {
-            "over": self.sweep,
-            "steps": _steps(self.steps),
-            "progress": "none",
-        }
+            names = "cached", "recompute", "protocol", "max_new_tokens"
+            options = {name: settings[name] for name in names}
+            chosen = highest_kl(adapter, prompts, self.examples, **options, progress=progress)
         for place, key in numbered(keys).items():
             # The planted causes are a matter of the model: they are looked for once.
             controls = "quick" if self.controls == "all" and place else self.controls
-            swept = sweep(
-                adapter, prompts, **settings, **paths, only=[chosen[place]], controls=controls
-            )
+            settings |= {"only": [chosen[place]], "controls": controls, "progress": "none"}
+            swept = sweep(adapter, prompts, **settings)
             keep(key, swept.tables, swept.provenance)
 
     def reduce(self, parts: Parts) -> Result:

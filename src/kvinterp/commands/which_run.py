@@ -29,7 +29,12 @@ from kvinterp.paths import path_named
 from kvinterp.report.forks import fork_parts
 
 
-class WhichRunWrote(OfModel):
+class WhichRunWrote(
+    OfModel,
+    of="kvinterp.comparison.which_run:which_run",
+    without=("probes", "features", "first", "within"),
+    run="run_by",
+):
     """Which run do your activations come from: the one that wrote the text, or its
     recomputation?
     """
@@ -37,20 +42,14 @@ class WhichRunWrote(OfModel):
     RESULT = WhichRun
 
     prompts: str = shared("prompts")
-    run_by: str = option(
-        GENERATE,
-        "What writes the texts: generate (the model's own), or a path such as cached+int8.",
-        flag="--run",
-    )
-    layers: tuple[int, ...] | None = option(
-        None, "Layers to look at, such as 0,2,-1. Default: all.", example="0,2,-1"
-    )
-    max_new_tokens: int = option(32, "The most tokens of a text.", min=2)
-    top: int = option(32, "How many of the largest neurons are held against each other.", min=1)
     sae: tuple[str, ...] = option(
         (),
         "A folder with a sparse autoencoder in SAELens's form, whose features are held against each other. Repeatable.",
     )
+    layers: Any = option(example="0,2,-1")
+    run_by: Any = option(flag="--run")
+    max_new_tokens: Any = option(min=2)
+    top: Any = option(min=1)
 
     def check(self) -> None:
         """The path and the autoencoders, too."""
@@ -77,15 +76,13 @@ class WhichRunWrote(OfModel):
 
     def held(self, number: int) -> Made:
         """One text."""
-        options = self.choices("layers", "max_new_tokens", "top")
         prompt = self.prompt_list[number]
         found = which_run(
             self.adapter(),
             [prompt],
-            run=self.run_by,
             first=number,
             features=self.features(),
-            **options,
+            **self.arguments(),
         )
         return found.tables, found.provenance
 

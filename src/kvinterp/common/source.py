@@ -11,6 +11,8 @@ import ast
 import dataclasses  # noqa: F401  # where a dataclass looks for what its annotations name
 import functools
 import importlib.util
+import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +73,24 @@ class Source(dict[str, Any]):
 def source(module: str) -> Source:
     """The names of a module, which is not imported."""
     return Source(file_of(module))
+
+
+def parameters(function: str) -> dict[str, tuple[inspect.Parameter, str]]:
+    """The parameters of a function, each with what the first paragraph of its entry under ``Args:``
+    says; its module is not imported.
+
+    Args:
+        function: Its import name, as in ``kvinterp.comparison.comparing:compare``.
+    """
+    module, _, name = function.partition(":")
+    read = source(module)[name]
+    # An entry ends where the next begins, its first paragraph at an empty line.
+    entry = re.compile(r"(?m)^    (\w+): ((?:.+\n?)+?)(?=\n|    \w|\Z)")
+    said = {
+        name: " ".join(text.split()) for name, text in entry.findall(inspect.getdoc(read) or "")
+    }
+    given = inspect.signature(read).parameters
+    return {name: (given[name], said.get(name, "").replace("``", "")) for name in given}
 
 
 def file_of(module: str) -> Path:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,30 +70,38 @@ def compare(
 ) -> Comparison:
     """Runs two paths side by side on the same prompts and compares them at every step.
 
+    The command ``kvinterp compare`` has the same options: their names and defaults, and as its help
+    the first paragraph of each, are read from here.
+
     Args:
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list: texts, :class:`Prompt`, or token ids.
-        a: The leading path: in the matched protocol both are fed the tokens it chooses.
-        b: The path it is compared with.
-        protocol: ``"matched"``: both are fed the tokens that the leading path chooses; ``"free"``:
-            each its own.
-        strategy: How tokens are chosen; both paths draw from the same random number at each step.
-        max_new_tokens: Most steps; step 0 is the token the prefill decides.
-        seed: Seeds the random numbers.
-        continuation: Token ids to feed both paths (matched, one prompt) instead of the leading
-            path's choices.
-        record: Sites to compare, all but ``attn_scores``, or hooks by TransformerLens's names
-            (``blocks.1.attn.hook_pattern``), which are of one layer; ``""`` for none; for None
-            resid_post, pattern and kv, without those that this model cannot give (the log says
-            which and why). Under SDPA, which shows no pattern, it is derived beside the kernel from queries
-            and keys; the tables say so.
-        layers: Layers to compare (default: all).
-        stop: ``"end of sequence"`` or ``"length"``.
-        batch_size: Most prompts in a batch; used only where the bits were checked to stay the same.
+        a: Path A. In the matched protocol it chooses the tokens for both paths.
+        b: Path B.
+        protocol: ``matched``: both paths get the same tokens. ``free``: each gets its own.
+        strategy: How tokens are chosen: ``greedy``, ``top_k(50,0.8)``, ``top_p(0.95,0.8)``.
+
+            Both paths draw from the same random number at each step.
+        max_new_tokens: The most tokens to decode per prompt.
+
+            Step 0 is the token that the prefill decides.
+        seed: Seed for the strategy's random numbers.
+        continuation: Token ids to feed both paths (matched, one prompt) instead of path A's choices.
+        record: Sites to compare, with commas (``kvinterp list sites``); '' for none. Default:
+            resid_post,pattern,kv, as far as the model has them.
+
+            All but ``attn_scores`` can be, in a list too; so can hooks by TransformerLens's names
+            (``blocks.1.attn.hook_pattern``), which are of one layer. The log says what the model
+            lacks and why. Under SDPA, which shows no pattern, it is derived beside the kernel from
+            queries and keys; the tables say so.
+        layers: Layers to compare, such as 0,2,-1. Default: all.
+        stop: When a text ends: at the 'end of sequence' token, or only at the 'length' asked for.
+        batch_size: The most prompts in one batch. Batching is used only where it gives the same
+            bits.
+
             Prompts of other lengths run in batches of their own and are never padded.
-        cache_errors: ``"aggregated"`` gives the errors of K and V by step and by position
-            separately; ``"whole"`` every position at every step besides, which is quadratic in the
-            steps.
+        cache_errors: Errors of K and V: 'aggregated' by step and by position, or 'whole' (a table
+            quadratic in the steps).
         progress: ``"bar"`` (on a terminal or in a notebook) or ``"none"``.
 
     Raises:
@@ -100,11 +110,7 @@ def compare(
         NonFiniteError: NaN or Inf appeared with every prompt. Where only some prompts have it,
             ``failures`` lists them.
     """
-    comparison = compare_examples(
-        model, prompts, a, b, protocol=protocol, strategy=strategy, max_new_tokens=max_new_tokens, seed=seed,
-        continuation=continuation, record=record, layers=layers, stop=stop, batch_size=batch_size, cache_errors=cache_errors,
-        progress=progress,
-    )  # fmt: skip
+    comparison = compare_examples(**dict(locals()))
     if comparison.examples.empty:
         first, count = comparison.failures.iloc[0], len(comparison.failures)
         which = (
@@ -117,9 +123,7 @@ def compare(
 def compare_examples(
     model: Any,
     prompts: Any,
-    a: str | ExecutionPath = "cached",
-    b: str | ExecutionPath = "recompute",
-    *,
+    *paths: str | ExecutionPath,
     examples: Sequence[int] | None = None,
     **settings: Any,
 ) -> Comparison:
@@ -129,13 +133,12 @@ def compare_examples(
     Args:
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list.
-        a: The leading path.
-        b: The path it is compared with.
+        paths: The leading path and the one it is compared with.
         examples: As for :func:`compare_each`.
         settings: As for :func:`compare_each`.
     """
     parts: dict[int, Comparison] = {}
-    compare_each(parts.__setitem__, model, prompts, a, b, examples=examples, **settings)
+    compare_each(parts.__setitem__, model, prompts, *paths, examples=examples, **settings)
     return Comparison.joined(parts[number] for number in examples or sorted(parts))
 
 
@@ -143,76 +146,70 @@ def compare_each(
     keep: Callable[[int, Comparison], object],
     model: Any,
     prompts: Any,
-    a: str | ExecutionPath = "cached",
-    b: str | ExecutionPath = "recompute",
-    *,
-    protocol: str = "matched",
-    strategy: str | Strategy = "greedy",
-    max_new_tokens: int = 48,
-    seed: int = 0,
-    continuation: Sequence[int] | None = None,
-    record: Names | None = "",
-    layers: Iterable[int] | int | None = None,
-    stop: str = "end of sequence",
-    batch_size: int = 1,
+    *paths: str | ExecutionPath,
     examples: Sequence[int] | None = None,
-    cache_errors: str = "aggregated",
-    progress: str = "none",
     lanes: tuple[Callable[..., Any], Callable[..., Any]] = (Runner, Runner),
+    **settings: Any,
 ) -> None:
     """Compares two paths and passes each prompt's comparison to ``keep`` once its batch is done, so
     that memory stays small.
 
     Args:
         keep: Called with the number of each prompt and its comparison.
-        model: As for :func:`compare`, and so are the other arguments but these:
+        model: A model of any kind, or an adapter.
+        prompts: One prompt or a list.
+        paths: The leading path and the one it is compared with.
         examples: The number of each prompt in the tables and for the random numbers, where these
             prompts are some of a longer list (a resumed or sharded run; default: 0, 1, 2, ...).
         lanes: The class that advances each path, called as :class:`kvinterp.paths.Runner` is. Of
             another class no site can be compared.
+        settings: As for :func:`compare`; but no site is compared and no progress is shown unless
+            they say so.
     """
     if prompts is None:
         raise InputError(
             "no prompts were given: expected a text, a Prompt, token ids or a list of them; give some."
         )
-    adapter, paths = wrap(model), (path_named(a), path_named(b))
-    check_choice("protocol", protocol, words.Protocol)
-    check_choice("stop", stop, words.Stop)
-    check_choice("progress", progress, words.Progress)
-    check_choice("cache_errors", cache_errors, words.CacheErrors)
-    check_seed(seed)
+    settings = {"record": "", "progress": "none", **settings}
+    asked = inspect.signature(compare).bind(model, prompts, *paths, **settings)
+    asked.apply_defaults()
+    how: Any = SimpleNamespace(**asked.arguments)
+    adapter, both = wrap(model), (path_named(how.a), path_named(how.b))
+    check_choice("protocol", how.protocol, words.Protocol)
+    check_choice("stop", how.stop, words.Stop)
+    check_choice("progress", how.progress, words.Progress)
+    check_choice("cache_errors", how.cache_errors, words.CacheErrors)
+    check_seed(how.seed)
     items, _ = listed(prompts, adapter.tokenizer)
-    if continuation is not None and (len(items) != 1 or protocol != "matched"):
+    if how.continuation is not None and (len(items) != 1 or how.protocol != "matched"):
         raise InputError(
             "continuation feeds one prompt in the matched protocol: give one prompt, or leave it out."
         )
-    forced = checked_continuation(continuation, len(items), adapter)
+    how.continuation = checked_continuation(how.continuation, len(items), adapter)
+    how.strategy = strategy_named(how.strategy)
     # A list, because it is read more than once.
-    layers = None if layers is None else chosen_layers(adapter, layers)
+    layers: Any = None if how.layers is None else chosen_layers(adapter, how.layers)
     numbers = list(range(len(items)) if examples is None else examples)
-    tokens = [encode(adapter, item, max_new_tokens) for item in items]
+    tokens = [encode(adapter, item, how.max_new_tokens) for item in items]
     named_prompts = [item if isinstance(item, Prompt) else Prompt(str(number), item if isinstance(item, str) else "")
                      for number, item in zip(numbers, items, strict=True)]  # fmt: skip
     with (
-        located(f"model {adapter.facts.name}, {paths[0]} against {paths[1]}"),
+        located(f"model {adapter.facts.name}, {both[0]} against {both[1]}"),
         own_threads(adapter),
     ):
-        compressed = _compressed(adapter, paths, tokens[0], max_new_tokens) if tokens else {}
+        compressed = _compressed(adapter, both, tokens[0], how.max_new_tokens) if tokens else {}
         sites, places = places_of(
-            adapter, _sites_to_compare(adapter, record, layers, compressed), layers
+            adapter, _sites_to_compare(adapter, how.record, layers, compressed), layers
         )
         layers = (
             sorted({layer for _, layer in places}) if places else chosen_layers(adapter, layers)
         )
         if sites and lanes != (Runner, Runner):
             raise InputError(
-                f"lanes of their own were given, which show no site, with record={record!r}: pass record=''."
+                f"lanes of their own were given, which show no site, with record={how.record!r}: pass record=''."
             )
-        pair = _Pair(
-            adapter, paths, protocol, strategy_named(strategy), seed, max_new_tokens, forced, stop, places, layers,
-            cache_errors, lanes, compressed,
-        )  # fmt: skip
-        with counting(len(tokens), "comparing", "prompt", progress) as bar:
+        pair = _Pair(adapter, both, how, places, layers, lanes, compressed)
+        with counting(len(tokens), "comparing", "prompt", how.progress) as bar:
 
             def work(batch: Sequence[int]) -> list[None]:
                 comparisons = pair.compare_batch(
@@ -233,7 +230,7 @@ def compare_each(
                 bar.update(len(batch))
                 return [None] * len(batch)
 
-            in_batches(adapter, paths, tokens, max_new_tokens, batch_size, work)
+            in_batches(adapter, both, tokens, how.max_new_tokens, how.batch_size, work)
 
 
 CONTEXT = 4096
@@ -252,15 +249,10 @@ class _Pair:
 
     adapter: Adapter
     paths: tuple[ExecutionPath, ExecutionPath]
-    protocol: str
-    strategy: Strategy
-    seed: int
-    steps: int
-    continuation: Sequence[int] | None
-    stop: str
+    how: Any
+    """The settings, by the names of :func:`compare`."""
     places: Sequence[Site]
     layers: Sequence[int]
-    cache_errors: str
     lanes: tuple[Callable[..., Any], Callable[..., Any]]
     compressed: dict[str, str] = dataclasses.field(default_factory=dict)
     prompt_differs: PromptDifference | None = None
@@ -275,9 +267,9 @@ class _Pair:
         self.provenance = provenance(
             self.adapter,
             paths={side: str(path) for side, path in sides.items()},
-            protocol=self.protocol,
-            strategy=str(self.strategy),
-            seed=self.seed,
+            protocol=self.how.protocol,
+            strategy=str(self.how.strategy),
+            seed=self.how.seed,
             derived=[
                 site
                 for site in dict.fromkeys(site for site, _ in self.places)
@@ -317,17 +309,17 @@ class _Pair:
         self, examples: Sequence[int], prompts: Sequence[Sequence[int]], names: Sequence[str]
     ) -> list[Comparison]:
         """Runs both paths on one batch and returns a comparison for each prompt."""
-        facts, matched = self.adapter.facts, self.protocol == "matched"
+        how, facts = self.how, self.adapter.facts
         prompt = torch.tensor(list(map(list, prompts)), device=self.adapter.device)
-        choose = Drawing(self.strategy, self.seed, examples, self.steps, prompt.device)
-        ends = end_tokens(self.adapter, prompt.device) if self.stop == "end of sequence" else None
-        forced = fed_to_all(self.continuation, 2, len(prompts), prompt.device)
-        length = (
-            self.steps if self.continuation is None else min(self.steps, len(self.continuation) + 1)
-        )
+        choose = Drawing(how.strategy, how.seed, examples, how.max_new_tokens, prompt.device)
+        ends = end_tokens(self.adapter, prompt.device) if how.stop == "end of sequence" else None
+        length, forced = how.max_new_tokens, how.continuation
+        if forced is not None:
+            length = min(length, len(forced) + 1)
+        forced = fed_to_all(forced, 2, len(prompts), prompt.device)
         newest = [_NewestRows(target, self.places) for target in self.targets]
         heads = range(facts.query_heads), range(facts.kv_heads)
-        differences = Differences(self.layers, *heads, self.cache_errors, matched)
+        differences = Differences(self.layers, *heads, how.cache_errors, how.protocol == "matched")
         collected, probabilities, unequal = Collected(), list[Tensor](), list[int]()
         flipped = torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device)
         runners = [
@@ -336,7 +328,12 @@ class _Pair:
         ]
         with runners[0], runners[1]:
             for step in lockstep(
-                runners, length, choose, follows=[0, 0 if matched else 1], given=forced, ends=ends
+                runners,
+                length,
+                choose,
+                follows=[0, 0 if how.protocol == "matched" else 1],
+                given=forced,
+                ends=ends,
             ):
                 collected.add(step)
                 probabilities += map(token_probability, step.logits, step.chosen)

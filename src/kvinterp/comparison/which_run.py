@@ -159,11 +159,10 @@ def which_run(
     Args:
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list.
-        layers: Layers to look at (default: all).
-        run: ``"generate"``, the model's own ``generate``, greedy; or a path such as
-            ``"cached+int8"``.
-        max_new_tokens: Most tokens of a text.
-        top: How many neurons of the largest magnitude are held against each other.
+        layers: Layers to look at, such as 0,2,-1. Default: all.
+        run: What writes the texts: generate (the model's own), or a path such as cached+int8.
+        max_new_tokens: The most tokens of a text.
+        top: How many of the largest neurons are held against each other.
         probes: Directions by site and layer, ``{("resid_post", 3): [probe, width]}``; a probe
             decides by the sign of its product with a row. Default: random directions at every
             layer, drawn from seed 0, as stand-ins.

@@ -43,7 +43,7 @@ log = logging.getLogger("kvinterp")
 def load_model(
     name: str | Path,
     kind: words.Kind | str = "native",
-    dtype: words.Dtype | str | torch.dtype | None = None,
+    dtype: words.Dtype | str | torch.dtype | None = "float16",
     device: str | torch.device | None = None,
     attention: words.Attention | str | None = None,
     remote_code: str = "refuse",
@@ -53,13 +53,16 @@ def load_model(
     Args:
         name: ``"zoo:mistral-mini"``, ``"real:smollm2-135m"``, a local transformers checkpoint
             folder, a GGUF file (whose weights are dequantised), or a hub id.
-        kind: ``"native"``, ``"hooked"``, ``"bridge"``, or ``"transformer_lens"`` for whichever of
-            the last two the installed TransformerLens has; the adapter's ``kind`` says which.
-        dtype: float16, bfloat16, float32 or float64 (default: float16).
-        device: Where it runs (default: CUDA where there is one, else the CPU).
-        attention: For native only: ``"sdpa"``, ``"eager"`` (needed to patch patterns), or another
-            implementation transformers knows (default: its own choice, SDPA where the architecture
-            has it).
+        kind: What runs the model: native (transformers), or transformer_lens (hooked or bridge).
+
+            Of these two ``"transformer_lens"`` takes whichever the installed TransformerLens has;
+            the adapter's ``kind`` says which.
+        dtype: float16, bfloat16, float32 or float64 (fp16, bf16, fp32, fp64).
+        device: cpu, cuda or cuda:N. Default: CUDA if there is one.
+        attention: Attention of a native model: sdpa, eager, ... Default: the model's own choice.
+
+            Eager is needed to patch patterns. The model's own choice is SDPA where the architecture
+            has it.
         remote_code: ``"refuse"`` (default) or ``"trust"``: whether code that comes with a
             checkpoint may run.
 

@@ -149,11 +149,11 @@ def decompose(
     model: Any,
     prompts: Any,
     *,
+    cached: str | ExecutionPath = "cached",
+    recompute: str | ExecutionPath = "recompute",
     max_new_tokens: int = 32,
     suffix: int = 8,
     only: Sequence[int] | None = None,
-    cached: str | ExecutionPath = "cached",
-    recompute: str | ExecutionPath = "recompute",
     plant: Plant | None = None,
     progress: str = "bar",
 ) -> Decomposition:
@@ -165,12 +165,14 @@ def decompose(
     Args:
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list.
-        max_new_tokens: Most steps; the tokens are those the cached path chooses greedily.
+        cached: Path A, which decodes from a cache, such as cached+int8; it chooses the tokens.
+
+            It does so greedily. Its policy on K and V, its cache's dtype and its chunks are the
+            part ``cache_format``: the other runs compute one row without them.
+        recompute: Path B, which computes the whole prefix again.
+        max_new_tokens: The most tokens to decode per prompt.
         suffix: Tokens put after the prefix in the nulls.
         only: The numbers of the prompts to split, in a resumed or sharded run.
-        cached: The cached path. Its policy on K and V, its cache's dtype and its chunks are the
-            part ``cache_format``: the other runs compute one row without them.
-        recompute: The recompute path.
         plant: A difference to plant in the cached path first, to check that the split names its
             part.
         progress: ``"bar"`` or ``"none"``.

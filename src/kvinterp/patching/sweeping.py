@@ -138,43 +138,60 @@ def sweep(
     Args:
         model: A model of any kind, or an adapter.
         prompts: One prompt or a list.
-        site: A site of PATCH_SITES.
-        over: What varies; see SWEEPS. Several with commas between, such as ``"single,cumulative"``,
-            share their runs.
-        direction: ``"into-recompute"`` or ``"into-cached"``.
-        steps: ``"every"`` decode step, the ``"first"`` (step 1), or a tuple of steps.
-        protocol: ``"matched"`` (all runs are fed the cached path's tokens; D over the patched
-            steps) or ``"free"`` (each run is fed its own tokens; D over all steps).
+        site: What to patch: kv, cache_k, cache_v, resid_post, attn_out, ... (kvinterp list sites).
+        over: Which patches to make: single (one layer each), cumulative, cumulative-from, heads,
+            kv-heads or blocks (of positions).
+
+            Several with commas between, such as ``"single,cumulative"``, share their runs; see
+            SWEEPS.
+        direction: Which path receives the patch: into-recompute or into-cached.
+        steps: Which decode steps to patch: every, first, or step numbers with commas.
+
+            The first is step 1; numbers are a tuple.
+        protocol: matched: both paths get the same tokens. free: each gets its own.
+
+            Matched, all runs are fed the cached path's tokens, and D is measured over the patched
+            steps; free, over all steps.
         positions: ``"newest"`` (default; ``"all"`` for the cache), ``"all"``, ``"earlier"`` or
             ``(start, stop)``.
-        layers: Layers to sweep (default: all).
-        max_new_tokens: Most steps.
-        distance: ``"kl"`` (nats, donor against patched), ``"l2"`` of the logits, ``"margin"``, or
-            ``"logit_difference"`` of two answers (TransformerLens's ``logits_to_logit_diff``, how
-            far it is from the donor's); several with commas between. Figures and summaries use the
-            first. KL alone misleads where a difference has the size of rounding, because the step
-            whose next token is least certain makes up most of it; so L2 is always measured. Or a
-            function of the logits ``[batch, position, vocab]`` of one row and step, like
-            TransformerLens's metrics: its distance is the difference from its value on the donor's
-            logits.
-        answers: For ``"logit_difference"`` two tokens, the second of which is subtracted: texts of
-            one token, or ids.
-        examples: Sweeps only this many prompts, those with the highest KL between the paths; see
-            :func:`highest_kl`.
+        layers: Patch only in these layers, such as 0,2,-1. Default: all.
+        max_new_tokens: The most tokens to decode per prompt.
+        distance: How far apart the paths are, by l2, kl, margin or logit_difference; several with
+            commas, the first one leads.
+
+            ``"kl"`` is in nats, donor against patched; ``"l2"`` is of the logits;
+            ``"logit_difference"`` is of two answers (TransformerLens's ``logits_to_logit_diff``,
+            how far it is from the donor's). Figures and summaries use the first. KL alone misleads
+            where a difference has the size of rounding, because the step whose next token is least
+            certain makes up most of it; so L2 is always measured. Or a function of the logits
+            ``[batch, position, vocab]`` of one row and step, like TransformerLens's metrics: its
+            distance is the difference from its value on the donor's logits.
+        answers: For logit_difference, given twice: the right answer, then the wrong one, one token
+            each.
+
+            In Python a list of the two, as texts or ids.
+        examples: Patch only this many prompts: those with the highest KL.
+
+            That is the KL between the paths; see :func:`highest_kl`.
         only: The numbers of the prompts to sweep, in a resumed or sharded run.
         block: Positions in a block, for ``over="blocks"``.
-        cached: The cached path.
-        recompute: The recompute path.
-        controls: ``"quick"``: the path itself, another prompt, the floor, all positions, all layers
-            together; ``"all"``: also planted causes, each localised with the model in float64, once
-            a model; or ``"none"``.
+        cached: Path A, which decodes from a cache, such as cached+int8; it chooses the tokens.
+        recompute: Path B, which computes the whole prefix again.
+        controls: Which controls to run: quick, all (planted causes too, which need the model in
+            float64) or none.
+
+            ``"quick"``: the path itself, another prompt, the floor, all positions, all layers
+            together; ``"all"`` also localises each planted cause, once a model.
         logits: ``"keep"`` keeps the full-vocabulary logits of every run and step; ``"discard"``
             does not.
         stop: ``"end of sequence"`` (of the unpatched cached path, or at the length) or
             ``"length"``.
-        batch_size: Most patches in one forward: of one layer into the recompute path, of any layers
-            into the cached path (matched protocol only). Used only where a check showed that each
-            patch keeps the bits it has alone (docs/laws.md, law 9).
+        batch_size: The most patches in one forward pass. Batching is used only where it gives the
+            same bits.
+
+            A forward holds patches of one layer into the recompute path, of any layers into the
+            cached path (matched protocol only). A check shows that each keeps the bits it has alone
+            (docs/laws.md, law 9).
         progress: ``"bar"`` or ``"none"``.
 
     Raises:

@@ -86,11 +86,11 @@ def attention_comparison(
     source: Any,
     other: Any = None,
     *,
+    a: str | ExecutionPath = "cached",
+    b: str | ExecutionPath = "recompute",
     step: int | None = None,
     layers: int | Sequence[int] | None = None,
     heads: int | Sequence[int] | None = None,
-    a: str | ExecutionPath = "cached",
-    b: str | ExecutionPath = "recompute",
     model: Any = None,
     example: int = 0,
     tokens: Sequence[str] | None = None,
@@ -119,17 +119,19 @@ def attention_comparison(
         source: A model or adapter, a comparison in the matched protocol, a generation, or the first
             trace.
         other: The prompt, or the second trace.
-        step: The decode step; 0 is the prefill.
-        layers: Layers to compare (default: all).
+        step: The decode step; 0 is the prefill, which is the same on most paths.
+        layers: Layers to compare, such as 0,2,-1. Default: all.
         heads: Query heads to compare in every layer (default: all).
-        a: The first path; the tokens are those it chooses greedily. A comparison brings its own
-            paths and tokens.
-        b: The second path.
+        a: Path A; it chooses the tokens for both paths.
+
+            It does so greedily. A comparison brings its own paths and tokens.
+        b: Path B.
         model: The model, for a comparison; for traces it gives the text of the tokens.
         example: The example of the comparison.
         tokens: Text of each position, for traces without a model (default: token ids).
-        most: The largest number of heads to show, those with the largest KL first (default: as many
-            as a browser draws without a wait).
+        most: The most heads to show, those with the largest KL first. Default: as many as fit.
+
+            That is as many as a browser draws without a wait.
         positions: Positions ``(start, stop)`` to show.
         cells: The largest number of rows and columns to show, where positions are not given.
         fit: How a longer context is reduced to ``cells``: ``"crop"`` shows the newest positions;

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from kvinterp.auditing.arguments import CHECKS
+from kvinterp.auditing.arguments import CHECKS, RUNGS
 from kvinterp.auditing.audit import against_named, audit
 from kvinterp.auditing.building import is_code, random_model, users_model
 from kvinterp.auditing.folder import check_own, put
@@ -82,7 +82,29 @@ def check_file(name: str) -> None:
         )
 
 
-class Audit(Experiment):
+_JUDGES = (
+    lambda asked: asked.against is not None,
+    "no file was given; give one with --against, or leave it out",
+)
+
+
+class Audit(
+    Experiment,
+    of="kvinterp.auditing.audit:audit",
+    without=(
+        "rungs",
+        "sweep",
+        "reach",
+        "full",
+        "step",
+        "requests",
+        "inputs",
+        "lossy",
+        "out",
+        "detail",
+        "declared",
+    ),
+):
     """Is a model's cached decoding right, and if not, what is wrong and where?"""
 
     OVERWRITES = "always"
@@ -111,35 +133,16 @@ class Audit(Experiment):
         None,
         "float16, bfloat16, float32 or float64. Default: float16; for package.module:Class its own.",
     )
-    rungs: str = option(
-        "bfloat16,float16,float32,float64", "Precisions to run in, besides --dtype."
-    )
-    lengths: tuple[int, ...] | None = option(
-        None,
-        "Lengths of the prompts, each followed by single tokens. Default: 5,63,64,65,96,97,128 and the lengths around "
-        "the model's sliding window.",
-        example="5,63,64",
-    )
-    steps: int = option(3, "How many tokens follow each prompt, one at a time.")
-    checks: str = option(
-        "default",
-        "Which programs of the cache to run: default (--programs), thorough (five times as many) or none.",
-    )
+    rungs: str = option(",".join(RUNGS), "Precisions to run in, besides --dtype.")
+    lengths: Any = option(example="5,63,64")
+    checks: Any = option()
     thorough: bool = option(False, "The same as --checks thorough.")
     reach: bool = option(
         False,
         "Also decode past every limit in the config, however far: sliding window, RoPE switch, end of the context.",
     )
-    calls: str = option(
-        "",
-        "Programs to run as well, such as 'rows(0+4)+feed(9)+crop(2)+feed(1)', or their names, such as "
-        "padded(left,5),batched(8); or all. Also prints how far each moves logits in --dtype.",
-        early=_calls,
-    )
-    cache: str | None = option(
-        None,
-        "Ask about another cache than the model's own, on this model: quantized(4), quantized(8,fp8), static, offloaded, or "
-        "your own class, package.module:Class.",
+    calls: Any = option(early=_calls)
+    cache: Any = option(
         only=(
             lambda asked: asked.against is None,
             "a file of --against brings no cache; leave it out",
@@ -153,16 +156,7 @@ class Audit(Experiment):
             "no cache was given; give one with --cache, or leave it out",
         ),
     )
-    programs: int = option(
-        100, "How many programs of the cache to run: each use once, then drawn ones (--seed)."
-    )
-    seconds: float = option(80.0, "Processor seconds that the programs take at most.")
-    allow: tuple[str, ...] = option(
-        (), "A verdict that should not fail, such as hidden-cast; may be given several times."
-    )
-    seed: int = option(
-        0,
-        "Seed for random prompts and random weights.",
+    seed: Any = option(
         only=(
             lambda asked: asked.prompts is None or asked.random_init or asked.is_own_code(),
             "prompts and weights are given; leave it out",
@@ -171,28 +165,10 @@ class Audit(Experiment):
     device: str | None = shared("device")
     attention: str | None = shared("attention")
     remote_code: bool = shared("remote_code")
-    against: str | None = option(
-        None,
-        "Judge the log-probs of another engine instead, read from this file (docs/engines.md).",
-        early=check_file,
-    )
-    format: str | None = option(
-        None,
-        "Format of the --against file. Default: recognised from its content.",
-        only=(
-            lambda asked: asked.against is not None,
-            "no file was given; give one with --against, or leave it out",
-        ),
-        early=_format,
-    )
-    older: str | None = option(
-        None,
-        "The model with weights of an earlier time, or without an adapter, which the engine of --against or its cache may have.",
-        only=(
-            lambda asked: asked.against is not None,
-            "no file was given; give one with --against, or leave it out",
-        ),
-    )
+    allow: Any = option()
+    against: Any = option(early=check_file)
+    format: Any = option(only=_JUDGES, early=_format)
+    older: Any = option(only=_JUDGES)
 
     def is_own_code(self) -> bool:
         """Whether the model is the user's own code."""
@@ -257,20 +233,16 @@ class Audit(Experiment):
         # What a user's code prints is no part of what this command says.
         with contextlib.redirect_stdout(sys.stderr):
             if self.against is None:
-                result = audit(
-                    self.adapter(),
-                    prompts,
-                    rungs=[part.strip() for part in self.rungs.split(",")],
-                    checks="thorough" if self.thorough else self.checks,
-                    reach="yes" if self.reach else "no",
-                    detail="everything",
-                    progress=tell,
-                    cache=self.cache,
-                    lossy="yes" if self.lossy else "no",
-                    **self.choices(
-                        "steps", "seed", "allow", "lengths", "calls", "programs", "seconds"
-                    ),
-                )
+                settings = {
+                    **self.arguments(),
+                    "rungs": [part.strip() for part in self.rungs.split(",")],
+                    "checks": "thorough" if self.thorough else self.checks,
+                    "reach": "yes" if self.reach else "no",
+                    "lossy": "yes" if self.lossy else "no",
+                    "detail": "everything",
+                    "progress": tell,
+                }
+                result = audit(self.adapter(), prompts, **settings)
             else:
                 # --dtype is what the engine was said to run in. Weights that were rounded to it
                 # would show no other precision.

@@ -24,7 +24,9 @@ from kvinterp.commands.kit import (
 )
 
 
-class Kernels(Experiment):
+class Kernels(
+    Experiment, of="kvinterp.auditing.shape_dependence:kernels_table", without=("length",)
+):
     """Which operations depend on the shape they are called with?"""
 
     RESULT = KernelsTable
@@ -33,19 +35,10 @@ class Kernels(Experiment):
     random_init: bool = shared("random_init")
     kind: str = shared("kind")
     dtype: str = shared("dtype")
-    kernels: str = option(
-        "native",
-        "The kernels to examine: native, batch_invariant, split_k(4,float16), layer_cast, ...",
-    )
-    sizes: tuple[int, ...] = option(
-        (1, 2, 17, 64, 128, 257),
-        "The numbers of rows, and of keys, to compare.",
-        example="1,2,17,64",
-    )
-    seed: int = option(0, "Seed for the random prompt.")
     device: str | None = shared("device")
     attention: str | None = shared("attention")
     remote_code: bool = shared("remote_code")
+    sizes: Any = option(example="1,2,17,64")
 
     def cells(self) -> list[Cell]:
         """One cell: the operations are those of one forward."""
@@ -53,9 +46,7 @@ class Kernels(Experiment):
 
     def measured(self) -> Made:
         """The kernels table of a model."""
-        table = kernels_table(
-            self.adapter(), sizes=list(self.sizes), **self.choices("kernels", "seed")
-        )
+        table = kernels_table(self.adapter(), **self.arguments())
         return table.tables, {"first": table.first, "provenance": table.provenance}
 
     def model_settings(self, name: str | None = None) -> dict[str, Any]:

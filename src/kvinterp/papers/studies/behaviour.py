@@ -78,22 +78,20 @@ class Behaviour(OfModels):
         min=1,
         only=(lambda asked: sampled(*asked.strategies), DRAWS),
     )
-    max_new_tokens: int = option(64, "The most tokens to generate per text.", min=1)
-    stop: str = option(
-        "end of sequence",
-        "When a text ends: at the 'end of sequence' token, or only at the 'length' asked for.",
+    max_new_tokens: int = shared("max_new_tokens", 64, min=1)
+    stop: str = shared(
+        "stop",
         among=words.Stop,
     )
-    kernels: str = option("native", "Kernels for both paths, such as split_k(8,float16).")
+    kernels: str = shared("kernels")
     controls: int = option(8, "How many examples to run the nulls on.", min=0)
     block: int = option(
         10,
         "How many examples make one piece of work, which a restarted run does not repeat.",
         min=1,
     )
-    batch_size: int = option(
-        1,
-        "The most prompts in one batch. Batching is used only where it gives the same bits.",
+    batch_size: int = shared(
+        "batch_size",
         min=1,
     )
 

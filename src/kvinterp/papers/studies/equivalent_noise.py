@@ -22,12 +22,12 @@ from kvinterp.commands.kit import (
     Parts,
     Result,
     Rows,
-    argument,
     counted,
     finding_from,
     joined,
     listed,
     metrics,
+    model,
     number,
     option,
     shared,
@@ -74,9 +74,7 @@ class EquivalentNoise(OfModel):
     how many bits?
     """
 
-    model: str = argument(
-        "zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id."
-    )
+    model: str = model("zoo:llama64-mini")
     policies: tuple[str, ...] = option(
         POLICIES,
         "A policy, such as q8_0 or normal(0,0.25); may be given several times.",

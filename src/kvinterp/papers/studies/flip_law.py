@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 
 from kvinterp.commands.kit import (
+    DRAWN,
     SHARED,
     Cell,
     Chart,
@@ -35,7 +36,6 @@ from kvinterp.commands.kit import (
     joined,
     metrics,
     option,
-    seed,
     shared,
     tried,
 )
@@ -61,11 +61,11 @@ class FlipLaw(OfModel):
         empty="refused",
     )
     dtype: str = shared("dtype", "bfloat16")
-    max_new_tokens: int = option(48, "The most tokens to decode per prompt.", min=2)
+    max_new_tokens: int = shared("max_new_tokens", 48, min=2)
     strategy: str = option(
         "greedy", "How the recompute path chooses the tokens: greedy, top_k(50,2), top_p(0.95,0.8)."
     )
-    seed: int = seed()
+    seed: int = shared("seed", only=DRAWN)
 
     def cells(self) -> list[Cell]:
         """A cell a prompt, of all paths: the recompute path, which takes longest, is run once."""

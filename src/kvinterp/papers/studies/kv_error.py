@@ -24,15 +24,16 @@ from kvinterp.commands.kit import (
     Result,
     Rows,
     Tables,
-    argument,
     counted,
     finding,
     finding_from,
     joined,
     load_prompts,
+    model,
     number,
     option,
     sampled,
+    shared,
     tried,
     used_by,
 )
@@ -73,9 +74,7 @@ class KvError(OfModel):
     SUMMED = ("scores", "contrasts")
     NOTED = ("strategy",)
 
-    model: str = argument(
-        "zoo:llama64-mini", "zoo:NAME, a transformers checkpoint folder, or a hub id."
-    )
+    model: str = model("zoo:llama64-mini")
     design: str = option(
         "grid",
         "What to vary: grid, factorial, tensors, layers, heads (several with commas), all, or none.",
@@ -120,7 +119,7 @@ class KvError(OfModel):
         "top_p(0.95,0.8)",
         "How tokens are chosen. The default is llama.cpp's, without its top-k of 40.",
     )
-    max_new_tokens: int = option(100, "The most tokens to generate per text.", min=1)
+    max_new_tokens: int = shared("max_new_tokens", 100, min=1)
     dtype: str = option("float32", "The dtype of every run, the control included.")
 
     # What is run ----------------------------------------------------------------------------------

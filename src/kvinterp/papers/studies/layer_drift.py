@@ -22,6 +22,7 @@ import pandas as pd
 from scipy import stats
 
 from kvinterp.commands.kit import (
+    DRAWN,
     Adapter,
     Cell,
     Chart,
@@ -44,7 +45,6 @@ from kvinterp.commands.kit import (
     only,
     option,
     paths_of,
-    seed,
     shared,
 )
 from kvinterp.comparison import Comparison, recordable
@@ -91,12 +91,10 @@ class LayerDrift(OfModels):
     NOTED = ("kernels", "strategy", "seed", "max_new_tokens")
 
     dtype: str = shared("dtype")
-    strategy: str = option(
-        "greedy", "How tokens are chosen: greedy, top_k(50,0.8), top_p(0.95,0.8)."
-    )
-    seed: int = seed()
-    kernels: str = option("native", "Kernels for both paths.")
-    max_new_tokens: int = option(32, "The most tokens to decode per prompt.", min=2)
+    strategy: str = shared("strategy")
+    seed: int = shared("seed", only=DRAWN)
+    kernels: str = shared("kernels")
+    max_new_tokens: int = shared("max_new_tokens", 32, min=2)
     step: int = option(
         2,
         "Which of our steps is the paper's decode step 1. We count the prefill's token as step 0.",

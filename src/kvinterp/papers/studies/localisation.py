@@ -93,8 +93,8 @@ class Localisation(OfModels):
         "How many examples to patch: those with the highest mean KL in the free protocol.",
         min=1,
     )
-    max_new_tokens: int = option(32, "The most tokens to decode per prompt.", min=2)
-    kernels: str = option("native", "Kernels for both paths.")
+    max_new_tokens: int = shared("max_new_tokens", 32, min=2)
+    kernels: str = shared("kernels")
     part: tuple[str, ...] = option(
         (*SETS, SPLIT),
         f"What to run: {', '.join(SETS)} or {SPLIT}; may be given several times.",

@@ -77,7 +77,7 @@ class Mitigate(OfModel):
         ("int8", "int4"),
         "A policy to combine with cached and recompute; may be given several times.",
     )
-    max_new_tokens: int = option(24, "The most tokens to decode per prompt.", min=2)
+    max_new_tokens: int = shared("max_new_tokens", 24, min=2)
 
     def cells(self) -> list[Cell]:
         """A cell a path, beside its reference and beside float64; three a policy."""

@@ -43,6 +43,7 @@ from kvinterp.commands.kit import (
     option,
     paths_of,
     sampled,
+    shared,
 )
 from kvinterp.common.numbers import listed
 from kvinterp.metrics.statistics import FEWEST, FEWEST_RESAMPLED
@@ -142,7 +143,7 @@ class Paper(OfModels):
     )
     seeds: int = option(0, "Seeds for each sampled strategy. Default: the preset's.")
     max_new_tokens: int = option(0, "The most tokens to generate per text. Default: the preset's.")
-    kernels: str = option("native", "Kernels for both paths, such as batch_invariant.")
+    kernels: str = shared("kernels")
 
     def __post_init__(self) -> None:
         """Sets what is not given to the preset's."""

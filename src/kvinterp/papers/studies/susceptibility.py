@@ -72,7 +72,7 @@ class Susceptibility(OfModel):
         4, "How many classes of margin to form, with equally many steps in each.", min=1
     )
     seeds: int = option(3, "How many times to draw the noise.", min=2)
-    max_new_tokens: int = option(24, "The most tokens to decode per prompt.", min=2)
+    max_new_tokens: int = shared("max_new_tokens", 24, min=2)
 
     def cells(self) -> list[Cell]:
         """A cell a size and seed of the noise, and one of the model's own rounding."""
