@@ -132,7 +132,7 @@ zoo: $(STAMP)
 # Tries every use of the cache of every causal architecture of transformers, small and random, and goes on where it stopped; then the pages.
 wild: $(STAMP)
 	PYTHONPATH=tools $(BIN)/python -m wild
-	PYTHONPATH=tools $(BIN)/python -m wild --table --reports
+	PYTHONPATH=tools $(BIN)/python -m wild --table --reports --board
 
 clean:
 	rm -rf $(VENV) $(NEWEST) $(OLDEST) demo out site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -9,9 +9,10 @@ import pytest
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.outcome import RIGHT
 from kvinterp.auditing.programs.search import FIRST, run_program
+from wild import board
 from wild.__main__ import searched, untried
 from wild.making import AUTO, CAUSAL, file_of, known, subject_of, written
-from wild.page import BEYOND, COLUMNS, column_of, line_of, verdict, write
+from wild.page import BEYOND, COLUMNS, column_of, line_of, verdict, write, write_board
 
 SEQUENCES, SPEECH, IMAGES = [auto for auto in AUTO if auto != CAUSAL]
 
@@ -94,3 +95,42 @@ def test_each_class_has_its_page_and_a_failure_its_script(tmp_path, capsys):
     assert "(wild_sources/llava.ImageTextToText-1.txt)" in sources
     exec((tmp_path / "wild_sources" / "llava.ImageTextToText-1.txt").read_text(), {})
     assert capsys.readouterr().out == "0.5\n"
+
+
+def test_two_releases_are_compared_by_type_and_use(tmp_path):
+    """What has another word in both, with the fault of whichever has one; a use that one has not tried is no change."""
+    fault = {
+        "use": "decode step",
+        "beyond": "no",
+        "why": "off by 0.4",
+        "error": 0.4,
+        "place": "K, layer 0",
+        "program": "rows(0)+feed(2,1)",
+        "printed": "0.4",
+        "lines": "print(0.4)",
+    }
+    right = {"decode step": {"word": "right"}, "batch": {"word": "right"}}
+    old = [{**row(uses=right), "type": name} for name in ("same", "worse", "gone", "unmade")]
+    new = [
+        {**row(uses={"decode step": {"word": "right"}, "fork": {"word": "right"}}), "type": "same"},
+        {**row(uses={"batch": {"word": "right"}}, wrong=[fault]), "type": "worse"},
+        {**row(why="ImportError: no"), "type": "unmade"},
+    ]
+    for name, rows in {"old": old, "new": new}.items():
+        (tmp_path / name).mkdir()
+        for one in rows:
+            (tmp_path / name / file_of(one["auto"], one["type"])).write_text(json.dumps(one))
+    before, after = (board.read(write_board(tmp_path / name, tmp_path / name / "board")) for name in ("old", "new"))
+    said = [str(change) for change in board.changes(before, after)]
+    assert said == [
+        "gone: tried, then absent",
+        "unmade: tried, then not tried",
+        "worse, decode step: right, then wrong (off by 0.4; rows(0)+feed(2,1))",
+    ]
+    assert [str(change) for change in board.changes(after, before)][2].startswith(
+        "worse, decode step: wrong, then right (off"
+    )
+    assert list(board.changes(before, before)) == []
+    (tmp_path / "none.json").write_text("[]")
+    with pytest.raises(SystemExit, match="is no board"):
+        board.read(tmp_path / "none.json")

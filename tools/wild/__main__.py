@@ -3,7 +3,8 @@
 Each is made of small random weights by lines that anybody can run, and tried in a process of its own, with a limit of time and of
 memory. Each failure is then run as a script in a process that has not heard of kvinterp. ``out/wild`` has a file for a finished one:
 what is there is left out, so a run goes on where it stopped. ``--table`` writes ``docs/wild.md`` and all scripts from these files,
-``--reports`` what the scripts of ``docs/upstream`` print.
+``--reports`` what the scripts of ``docs/upstream`` print, ``--board`` what this release is right and wrong in as
+``docs/board/transformers-RELEASE.json``, and ``--diff A B`` says what two of those have other words for.
 """
 
 from __future__ import annotations
@@ -172,17 +173,32 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=100)
     parser.add_argument("--table", action="store_true", help="writes docs/wild.md from what is there")
     parser.add_argument("--reports", action="store_true", help="runs the scripts of docs/upstream again")
+    parser.add_argument("--board", action="store_true", help="writes this release's board from what is there")
+    parser.add_argument(
+        "--diff", nargs=2, type=Path, metavar=("A", "B"), help="says what changed from one board to another"
+    )
+    parser.add_argument("--scripts", action="store_true", help="with --diff, shows the script of each fault")
     given = parser.parse_args()
+    if given.diff:
+        from wild import board
+
+        for change in board.changes(*map(board.read, given.diff)):
+            print(change)
+            if given.scripts and change.fault.get("script"):
+                print(change.fault["script"], "# printed", change.fault["printed"], "\n", sep="\n")
+        return
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    if given.table or given.reports:
+    if given.table or given.reports or given.board:
         from wild import page
 
         if given.table:
             page.write(given.out, ROOT / "docs")
         if given.reports:
             page.print_again(ROOT / "docs")
+        if given.board:
+            print(page.write_board(given.out, ROOT / "docs" / "board"))
         return
     # Begun before kvinterp is imported, which is done once for all models.
     scripts, end = multiprocessing.Pipe()

@@ -14,6 +14,7 @@ import transformers
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from wild.__main__ import alone
+from wild.board import written
 from wild.making import AUTO, CAUSAL, file_of, script
 
 COLUMNS = {
@@ -85,15 +86,39 @@ def verdict(row: dict[str, Any]) -> str:
     return "wrong" if "no" in beyond else BEYOND if beyond else "right"
 
 
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows that ``make wild`` kept.
+
+    Raises:
+        SystemExit: There is none.
+    """
+    rows = [json.loads(place.read_text()) for place in sorted(folder.glob("*.json"))]
+    if not rows:
+        raise SystemExit(f"{folder} holds no rows: run make wild first.")
+    return rows
+
+
+def write_board(folder: Path, boards: Path) -> Path:
+    """Writes the board of this release, and says where."""
+    # Whoever runs a script of a report must not have heard of kvinterp.
+    from kvinterp.models.provenance import machine
+
+    about = {name: value for name, value in machine(torch.device("cpu")).items() if isinstance(value, str | int | float)}
+    boards.mkdir(exist_ok=True)
+    place = boards / f"transformers-{transformers.__version__}.json"
+    made = written(rows_of(folder), about)
+    rows = ",\n".join(map(json.dumps, made["rows"]))
+    place.write_text(f'{{"made_with": {json.dumps(about)},\n"rows": [\n{rows}\n]}}\n', encoding="utf-8")
+    return place
+
+
 def write(folder: Path, docs: Path) -> None:
     """Writes the pages of which there are rows, and their scripts.
 
     Raises:
         SystemExit: There is nothing to write.
     """
-    rows = [json.loads(place.read_text()) for place in sorted(folder.glob("*.json"))]
-    if not rows:
-        raise SystemExit(f"{folder} holds no rows: run make wild first.")
+    rows = rows_of(folder)
     for name, autos in PAGES.items():
         if of_page := [row for row in rows if row["auto"] in autos]:
             _write(of_page, docs, name, autos)
