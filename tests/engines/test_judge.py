@@ -18,7 +18,7 @@ import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp.engines import cause_search, distance, numbers
 from kvinterp.engines import ours as judging
-from kvinterp.engines.judge import audit_engine
+from kvinterp.engines.judge import _said_of_ratios, audit_engine
 from kvinterp.engines.readers import read_engine
 from kvinterp.errors import InputError
 from kvinterp.metrics.rollouts import rollout_statistics
@@ -415,6 +415,16 @@ def test_statistics_of_what_is_hardly_likely_are_numbers(recwarn: pytest.Warning
     found = rollout_statistics(np.array([-8999.0, -1.0]), np.array([-8999.0, -2.0]), np.array([0, 1]))
     assert all(np.isfinite(value) for value in found.values())
     assert not recwarn.list
+
+
+def test_ratios_that_are_held_are_said_to_be() -> None:
+    """A product of tokens' ratios that stands at verl's bound is no measurement."""
+    said = {}
+    for far in (1.0, 30.0):
+        every = rollout_statistics(np.array([-1.0 - far, -1.0]), np.array([-1.0, -1.0]), np.array([0, 1]))
+        said[far] = _said_of_ratios({"trainer": "ours", "all": every, "by_sequence": [{}, {}]})
+    assert "held" not in said[1.0]
+    assert "2.06e-09 to 1, mean 0.5; held between 2.1e-09 and 4.9e+08, as verl does (n = 2" in said[30.0]
 
 
 def test_the_statistics_are_those_of_their_definitions() -> None:

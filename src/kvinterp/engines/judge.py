@@ -35,6 +35,7 @@ from kvinterp.engines.readers import read_engine
 from kvinterp.engines.side import Side
 from kvinterp.engines.ways import PRECISIONS
 from kvinterp.errors import InputError, KvinterpError
+from kvinterp.metrics.rollouts import CLAMP
 from kvinterp.models import Adapter, load_model, wrap
 from kvinterp.models.naming import local_folder
 from kvinterp.models.provenance import provenance
@@ -271,14 +272,7 @@ def _verdict(
     lines += [f"  {check.name}: {check.detail}" for check in checks]
     table = {**worst.distance.table, "begins": worst.distance.begins}
     if (statistics := sides[0].statistics()) is not None:
-        every, count = statistics["all"], len(statistics["by_sequence"])
-        low, mean, high = (
-            f"{every[f'rollout_is_seq_{name}']:.3g}" for name in ("min", "mean", "max")
-        )
-        lines.append(
-            f"  importance ratio by sequence, {statistics['trainer']} over the engine: {low} to {high}, mean {mean} "
-            f"(n = {count:,} sequences)."
-        )
+        lines.append(_said_of_ratios(statistics))
         lines += _said_of_training(statistics)
         table["statistics"] = statistics
     if two:
@@ -295,6 +289,19 @@ def _verdict(
         {**provenance(adapter), "dtype": dtype or "not given"}, given=table,
         tokens=_token_table(adapter, paths, rows) if rows else None,
     )  # fmt: skip
+
+
+def _said_of_ratios(statistics: dict[str, Any]) -> str:
+    """Says the importance ratios of sequences, and where they are held."""
+    every, count = statistics["all"], len(statistics["by_sequence"])
+    ratios = [every[f"rollout_is_seq_{name}"] for name in ("min", "max", "mean")]
+    ends = np.exp([-CLAMP, CLAMP])
+    held = f"; held between {ends[0]:.2g} and {ends[1]:.2g}, as verl does" if {*ratios} & {*ends} else ""
+    low, high, mean = (f"{ratio:.3g}" for ratio in ratios)
+    return (
+        f"  importance ratio by sequence, {statistics['trainer']} over the engine: {low} to {high}, mean {mean}{held} "
+        f"(n = {count:,} sequences)."
+    )
 
 
 def _said_of_training(statistics: dict[str, Any]) -> list[str]:
