@@ -518,6 +518,31 @@ def test_weights_that_were_rounded_as_they_were_loaded_are_read_again(model: Any
     assert audit_engine(coarse, walked(planted.prefill, "float32"), "float32").exit_code == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["the older head over these layers", "this head over the older layers"])
+def test_a_head_and_layers_of_two_times_are_named(model: Any, walked: Any, which: str) -> None:
+    """A sync that left out the head, or all but the head."""
+    # With a head of its own, which llama64-mini has not.
+    network = copy.deepcopy(model.model)
+    network.config.tie_word_embeddings = False
+    network.lm_head.weight = torch.nn.Parameter(network.lm_head.weight.detach().clone())
+    older, mixed = copy.deepcopy(network), copy.deepcopy(network)
+    with torch.no_grad():
+        for number, parameter in enumerate(older.parameters()):
+            drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.mul_(1 + 0.05 * drawn)
+        for (name, parameter), before in zip(mixed.named_parameters(), older.parameters(), strict=True):
+            if ("lm_head" in name) == which.startswith("the older head"):
+                parameter.copy_(before)
+
+    def engine(_: Any, ids: list[int], cut: int) -> np.ndarray:
+        return planted.prefill(mixed, ids, cut)
+
+    present = kv.wrap(network, tokenizer=model.tokenizer, name="untied")
+    found = audit_engine(present, walked(engine, "float32"), "float32", older=older)
+    assert which in found.reading.splitlines()[1], str(found)
+
+
 def test_a_prefix_that_older_weights_cached_is_named(model: Any, walked: Any) -> None:
     """A prefix cache that outlives a sync of weights: the prompt is of the older ones, what follows of these."""
     older = copy.deepcopy(model.model)

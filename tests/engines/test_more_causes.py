@@ -107,6 +107,16 @@ def test_a_prompt_that_the_engine_was_given_as_text_is_encoded_anew(model: Any) 
     assert "the prompt's text encoded anew" in why(found), str(found)
 
 
+@pytest.mark.slow
+def test_a_newline_behind_the_end_of_a_turn_that_the_file_lacks_is_put_back(model: Any) -> None:
+    """verl#6501: templates write one, and what a trainer joins from turns has none."""
+    end, newline = model.tokenizer.eos_token_id, model.encode("\n")[-1]
+    reply = [*list(model.encode(" Ben has 3 pens."))[1:], end]
+    files = conversation(model, reply, reply, seen=[*reply, newline])
+    found = audit_engine(model, files[1:], "float32")
+    assert f"with the token {newline} '\\n' at position {files[1].prompt.index(end) + 1}, between" in why(found), str(found)
+
+
 # Experts ---------------------------------------------------------------------------------------------------------------
 
 
