@@ -265,3 +265,19 @@ def test_the_command_audits_an_encoder_decoder(tmp_path, monkeypatch):
     ran = CliRunner().invoke(app, ["audit", "of_mine:make", "--out", "out", "--checks", "none", "--lengths", "5"])
     assert ran.exit_code == 0, ran.output
     assert "behind 24 + 17 + 11 encoded positions" in ran.output
+
+
+def test_the_images_of_a_filled_cache_are_not_handed_to_generate_again():
+    """Its lines read them once more, which raises where the new tokens hold none: they were withheld, and the fault had none."""
+    model = llava()
+
+    class Unnumbered(type(model)):
+        def prepare_inputs_for_generation(self, input_ids, **kwargs):
+            return super().prepare_inputs_for_generation(input_ids, **kwargs) | {"position_ids": None}
+
+    model.__class__ = Unnumbered
+    run = came(behind(kv.wrap(model), [PROMPT], IMAGE), "rows(1)+feed(1)+generate(1,1,whole)")
+    assert run.word == WRONG, run.why
+    lines = pasted(run)
+    assert lines.count("**source(") == 2, lines
+    assert "model.generate(torch.tensor(" in lines

@@ -155,7 +155,10 @@ class SourcedSubject(ModelSubject):
         """As its users call it."""
         reads = self.reads(begins)
         model_kwargs = {**self.numbered(model_kwargs), **reads}
-        return f"model.generate({self.written(prompt, reads['source'].tolist(), model_kwargs, 'no', **more)})"
+        # A cache that an earlier step filled holds the images already.
+        filled = "yes" if more.get(self.cache_name) == "cache" else "no"
+        given = self.written(prompt, reads["source"].tolist(), model_kwargs, filled, **more)
+        return f"model.generate({given})"
 
 
 def _filled(cache: Any) -> str:
