@@ -296,7 +296,11 @@ def _said_of_ratios(statistics: dict[str, Any]) -> str:
     every, count = statistics["all"], len(statistics["by_sequence"])
     ratios = [every[f"rollout_is_seq_{name}"] for name in ("min", "max", "mean")]
     ends = np.exp([-CLAMP, CLAMP])
-    held = f"; held between {ends[0]:.2g} and {ends[1]:.2g}, as verl does" if {*ratios} & {*ends} else ""
+    held = (
+        f"; held between {ends[0]:.2g} and {ends[1]:.2g}, as verl does"
+        if {*ratios} & {*ends}
+        else ""
+    )
     low, high, mean = (f"{ratio:.3g}" for ratio in ratios)
     return (
         f"  importance ratio by sequence, {statistics['trainer']} over the engine: {low} to {high}, mean {mean}{held} "

@@ -88,7 +88,9 @@ def test_what_several_commands_say_of_an_option_is_written_once() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("option", "argument")
             if len(node.args) > 1 and isinstance(node.args[1], ast.Constant)
         }
-        assert own.isdisjoint(declared), f"{verb}: {own & declared}: take it with shared(), or from the function that the command runs"
+        assert own.isdisjoint(declared), (
+            f"{verb}: {own & declared}: take it with shared(), or from the function that the command runs"
+        )
         declared |= own
 
 
