@@ -53,6 +53,8 @@ COLUMNS = {
 """By column of the table, how the names of its uses begin."""
 PAGES = {"wild.md": (CAUSAL,), "wild_sources.md": tuple(auto for auto in AUTO if auto != CAUSAL)}
 """The auto classes of each page: that of text alone, and of sources, sound and images."""
+BOARD = f"transformers-{transformers.__version__}.json"
+"""The file of this release's board."""
 BEYOND = "beyond"
 WORST = {"wrong": "**wrong**", "off without a cache too": "*off too*"}
 """A cell that holds one of these says it alone."""
@@ -105,7 +107,7 @@ def write_board(folder: Path, boards: Path) -> Path:
 
     about = {name: value for name, value in machine(torch.device("cpu")).items() if isinstance(value, str | int | float)}
     boards.mkdir(exist_ok=True)
-    place = boards / f"transformers-{transformers.__version__}.json"
+    place = boards / BOARD
     made = written(rows_of(folder), about)
     rows = ",\n".join(map(json.dumps, made["rows"]))
     place.write_text(f'{{"made_with": {json.dumps(about)},\n"rows": [\n{rows}\n]}}\n', encoding="utf-8")
@@ -149,6 +151,7 @@ def _write(rows: list[dict[str, Any]], docs: Path, name: str, autos: Sequence[st
         minutes=round(sum(row.get("seconds", 0) for row in rows) / 60),
         missing=sum(len(AUTO[auto]) for auto in autos) - len(rows),
         about=f"transformers {transformers.__version__}, torch {torch.__version__}",
+        board=BOARD,
     )
     (docs / name).write_text(page, encoding="utf-8")
 
