@@ -267,6 +267,46 @@ def test_token_types_are_fed_and_left_out_types_are_seen(fault):
         assert "token_type_ids=" in pasted(one)
 
 
+class BothWays(GPT2LMHeadModel):
+    """A GPT-2 whose tokens of type 1 read the next one too where it is of type 1, as the tokens of an image do."""
+
+    def forward(self, input_ids=None, token_type_ids=None, **more):
+        out = super().forward(input_ids, token_type_ids=token_type_ids, **more)
+        if token_type_ids is not None:
+            both = (token_type_ids[:, :-1] * token_type_ids[:, 1:])[..., None]
+            out.logits = torch.cat([out.logits[:, :-1] + both * out.logits[:, 1:], out.logits[:, -1:]], 1)
+        return out
+
+
+def test_types_that_are_read_in_both_directions_are_no_use_of_a_cache():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 99, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.2}
+    for kind, offered in ((GPT2LMHeadModel, True), (BothWays, False)):
+        subject = ModelSubject(kv.wrap(kind(GPT2Config(**sizes)).eval()))
+        assert ("types" in subject.choices["fed"]) == offered
+
+
+def test_a_cache_that_holds_more_than_its_layers_takes_no_rows_of_another():
+    """MiniMaxCache has its recurrent states beside the layers: joined by our lines alone it raised, as if the model were wrong."""
+
+    class More(DynamicCache):
+        def __init__(self):
+            super().__init__()
+            self.states = []
+
+    class Own(LlamaForCausalLM):
+        def forward(self, input_ids=None, past_key_values=None, use_cache=None, **more):
+            past_key_values = More() if past_key_values is None and use_cache is not False else past_key_values
+            return super().forward(input_ids, past_key_values=past_key_values, use_cache=use_cache, **more)
+
+    torch.manual_seed(0)
+    run = run_program(
+        ModelSubject(kv.wrap(Own(LlamaConfig(**SMALL)).eval())), program_named("rows(0+0)+feed(6)+join+feed(2,1)")
+    )
+    assert run.word == RIGHT, run.why
+    assert "rows that join" not in run.uses
+
+
 def test_other_types_are_another_text(sound):
     """What is right with types is no longer what is right without: each has its own plain forwards."""
     torch.manual_seed(0)

@@ -385,14 +385,8 @@ class ModelSubject(Subject):
         if "attention_mask" in takes and self.offset is not None:
             found["told"] = tuple(name for name in MASKS if right(runs(told=name)))
         fed = ["embeds"] if "inputs_embeds" in takes and runs(fed="embeds") is not None else []
-        if "token_type_ids" in takes and (whole := runs(fed="types")) is not None:
-            with self.running(), self.called_as(dataclasses.replace(known, fed="types")):
-                # The types of a prefix that is read in both directions are no function of what
-                # came before.
-                begins = (
-                    apart(self.plain(ids[:, :end])[0], whole[:end]) for end in range(1, len(whole))
-                )
-                fed += ["types"] if all(off <= self.limit for off in begins) else []
+        if "token_type_ids" in takes and runs(fed="types") is not None:
+            fed += ["types"] if self._types_are_causal() else []
         asks = [name for name in ("hidden", "attentions") if runs(asks=name) is not None]
         asks += ["last", "some"] if "logits_to_keep" in takes else []
         own = getattr(self.adapter.config, "_attn_implementation", None)
@@ -400,6 +394,17 @@ class ModelSubject(Subject):
         return found | {
             "fed": tuple(fed), "asks": tuple(asks), "attention": tuple(name for name in kinds if right(runs(attention=name))),
         }  # fmt: skip
+
+    def _types_are_causal(self) -> bool:
+        """Whether what token types tell of a position is told by what came before it: not so where
+        a run of one type is read in both directions, as the tokens of an image are.
+        """
+        kinds = ([t for t in self.tokens if t % self._types == kind] for kind in range(self._types))
+        text = [token for kind in kinds for token in kind[:2]][: self.max_columns]
+        with self.running(), self.called_as(Rows((0,), fed="types")):
+            whole = self.plain(self.tensor([text]))[0]
+            begins = (self.plain(self.tensor([text[:end]]))[0] for end in range(1, len(text)))
+            return all(apart(begin, whole[: len(begin)]) <= self.limit for begin in begins)
 
     @functools.cached_property
     def packs(self) -> bool:  # type: ignore[override]

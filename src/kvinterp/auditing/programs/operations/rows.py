@@ -10,6 +10,7 @@ import random
 from typing import Any, ClassVar
 
 import torch
+from transformers import DynamicCache
 
 from kvinterp.auditing.programs.operations.fork import another_prompt, serve
 from kvinterp.auditing.programs.program import Operation
@@ -139,6 +140,8 @@ class Join(Operation):
         plain = (
             super().offered(run)
             and run.subject.kind is None
+            # A class of a model's own may hold states beside its layers.
+            and vars(run.cache).keys() <= vars(DynamicCache()).keys()
             and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
             # A model that writes nothing into its cache leaves layers without tensors.
             and all(isinstance(layer.keys, torch.Tensor) for layer in layers)
