@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy
 import torch
 
 from kvinterp import metrics
@@ -80,3 +81,15 @@ def test_what_is_typical_is_a_median_between_two_of_the_numbers():
     many = np.random.default_rng(0).permutation(40.0 + np.arange(40))
     assert metrics.typical(many).interval == (53.0, 66.0)
     assert metrics.typical(-many).interval == (-66.0, -53.0)
+
+
+@pytest.mark.parametrize("n", [*range(1, 40), 200, 1319])
+def test_intervals_are_scipys_without_its_statistics(n):
+    """scipy.stats takes as long to import as a small comparison to run, so that its formulas stand here."""
+    numbers = np.random.default_rng(n).standard_normal(n)
+    ends = scipy.stats.quantile_test(numbers).confidence_interval(0.95)
+    np.testing.assert_array_equal(metrics.typical(numbers).interval, (ends.low, ends.high))
+    for count in {0, 1, n // 3, n - 1, n}:
+        ends = scipy.stats.binomtest(count, n).proportion_ci(0.95, "exact")
+        found = metrics.share_of(np.arange(n) < count)
+        np.testing.assert_allclose((found.low, found.high), (ends.low, ends.high), rtol=1e-9, atol=1e-11)
