@@ -104,7 +104,7 @@ bench: $(STAMP)
 
 # Every figure that README and docs show; figures/README.md says which command makes which. Some 40 minutes of one core.
 MADE := out/figures
-STUDY = $(BIN)/kvinterp study $(1) --out $(MADE)/$(2) --overwrite
+STUDY = $(BIN)/kvinterp study $(1) --out $(MADE)/$(2) --overwrite --figures png
 figures: real
 	$(BIN)/kvinterp compare real:smollm2-135m --prompts natural:8 --dtype bfloat16 --max-new-tokens 32 --out $(MADE)/page --overwrite
 	$(BIN)/python tools/picture.py $(MADE)/page/report.html figures/page.png --height 1650

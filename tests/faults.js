@@ -114,12 +114,17 @@ async () => {
     const [ground, filter] = [groundOf(svg), filterOf(svg)];
     const images = [...svg.querySelectorAll("image")].filter(seen);
     if (isDark) for (const image of images) if (isLight(image)) say(svg, "holds a light picture on a dark page");
+    const cells = [...svg.querySelectorAll("rect")].filter(seen);
     const texts = [...svg.querySelectorAll("text")].filter((text) => seen(text) && text.textContent.trim());
     for (const text of texts) {
       const box = text.getBoundingClientRect();
       const [x, y] = [(box.left + box.right) / 2, (box.top + box.bottom) / 2];
       if (box.left < frame.left - 2 || box.right > frame.right + 2 || box.top < frame.top - 2 || box.bottom > frame.bottom + 2) say(text, "leaves its figure");
-      const below = images.map((image) => at(image, x, y)).filter((found) => found && found[3] > 0).pop();
+      const cell = cells.filter((rect) => {
+        const frame = rect.getBoundingClientRect();
+        return frame.left <= x && x <= frame.right && frame.top <= y && y <= frame.bottom;
+      }).map((rect) => getComputedStyle(rect).fill).filter((fill) => /^(rgb|color|oklab)/.test(fill)).map((fill) => colour(fill, filter));
+      const below = [...images.map((image) => at(image, x, y)), ...cell].filter((found) => found && found[3] > 0).pop();
       const behind = below ? over(below, ground) : ground;
       const found = contrast(over(colour(getComputedStyle(text).fill, filter), behind), behind);
       if (found < (below ? 3 : 4.5)) say(text, `contrast ${found.toFixed(2)} in a figure`);

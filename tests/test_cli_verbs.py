@@ -24,7 +24,20 @@ SHORTEST = ("--lengths", "5", "--steps", "1", "--device", "cpu")
 def test_patch_writes_recovery_summary_and_figures(tmp_path: Path) -> None:
     options = ("--sweep", "kv-heads", "--direction", "into-cached", "--steps", "first", "--protocol", "free")
     options += ("--a", "cached+int4")
-    made = kvinterp("patch", MODEL, "--out", tmp_path / "out", "--site", "kv", *options, "--controls", "quick", *QUICK)
+    made = kvinterp(
+        "patch",
+        MODEL,
+        "--out",
+        tmp_path / "out",
+        "--site",
+        "kv",
+        *options,
+        "--controls",
+        "quick",
+        *QUICK,
+        "--figures",
+        "png",
+    )
     assert made.exit_code == 0, made.output
     assert "kv, into-cached, cached+int4 against recompute, " in " ".join(made.stdout.split())
     table = pd.read_parquet(tmp_path / "out" / "recovery.parquet")
@@ -42,7 +55,7 @@ def test_patch_writes_recovery_summary_and_figures(tmp_path: Path) -> None:
 
 
 def test_decompose_writes_its_split(tmp_path: Path) -> None:
-    made = kvinterp("decompose", MODEL, "--out", tmp_path / "out", *QUICK)
+    made = kvinterp("decompose", MODEL, "--out", tmp_path / "out", *QUICK, "--figures", "png")
     assert made.exit_code == 0, made.output
     table = pd.read_parquet(tmp_path / "out" / "decomposition.parquet")
     assert {"example", "step", "total", "newest_row", "state", "null"} <= set(table.columns)

@@ -31,6 +31,10 @@ def main() -> None:
         # A page of attention says when all its figures are drawn.
         if page.query_selector("#patterns"):
             page.wait_for_selector("body[data-drawn]", state="attached")
+        # What is folded is drawn when it is unfolded.
+        page.wait_for_function(
+            "() => [...document.querySelectorAll('[data-chart]')].every((root) => !root.checkVisibility() || root.querySelector('svg'))"
+        )
         page.screenshot(path=given.picture)
         browser.close()
 

@@ -236,7 +236,7 @@ def read(tables: dict[str, pd.DataFrame]) -> tuple[str, str]:
 def test_the_whole_command(tmp_path: Any) -> None:
     asked: dict[str, Any] = {"prompts": "arithmetic:2", "strategies": ("greedy", "top_p(1.0,1.5)"), "max_new_tokens": 5}
     asked |= {"controls": 1, "block": 1, "stop": "length", "device": "cpu"}
-    outcome = Behaviour(("zoo:gqa2-mini",), **asked).run(tmp_path / "out", progress="none")
+    outcome = Behaviour(("zoo:gqa2-mini",), **asked).run(tmp_path / "out", progress="none", figures="png")
     tables = outcome.tables
     assert set(tables) == {
         *("findings", "decodes", "kl_by_step", "survival", "divergence", "accuracy", "nulls"),

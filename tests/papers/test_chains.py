@@ -153,7 +153,7 @@ def test_the_command_plays_every_arm_and_draws(tmp_path: Path) -> None:
         device="cpu",
     )
     assert Chain(policies=("int4",), on="v", prefill="stored").arms()["int4(on=v)"] == "cached[prefill=stored]+int4(on=v)"
-    outcome = asked.run(tmp_path / "out", progress="none")
+    outcome = asked.run(tmp_path / "out", progress="none", figures="png")
     chains = outcome.tables["chains"]
     assert list(asked.arms()) == ["cached", "cached, other seeds", "int4", "int4(on=k)", "int4(on=v)"]
     counts = chains[chains["hop"] == 1].groupby(["arm", "temperature"]).size()

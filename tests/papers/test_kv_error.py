@@ -94,7 +94,7 @@ def test_rows_that_are_let_go_of_are_no_error_of_those_that_stay(load: Any) -> N
 def test_equivalent_noise_writes_a_table_a_figure_and_a_page(tmp_path: Path) -> None:
     policies = ("identity", "uniform(-1,1)", "sinks(2,8)")
     asked = EquivalentNoise(MODEL, policies=policies, prompts="arithmetic:2", max_new_tokens=2)
-    outcome = asked.run(tmp_path)
+    outcome = asked.run(tmp_path, figures="png")
     assert {"equivalent_noise.parquet", "equivalent_noise.png", "report.html", "summary.json"} <= {
         path.name for path in outcome.files
     }
@@ -139,7 +139,7 @@ def test_likelihoods_are_those_of_one_plain_forward(load: Any) -> None:
 
 def test_kv_error_end_to_end(tmp_path: Path) -> None:
     asked = small(design="tensors", base="normal(0,1.5)", policies=("uniform(-2,2)",))
-    outcome = asked.run(tmp_path)
+    outcome = asked.run(tmp_path, figures="png")
     names = {path.name for path in outcome.files}
     assert {"scores.parquet", "contrasts.parquet", "examples.parquet", "noise.parquet", "report.html"} <= names
     assert {"kv_error.png", "kv_error_noise.png", "kv_error_contrasts.png"} <= names

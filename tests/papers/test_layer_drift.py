@@ -191,7 +191,7 @@ def test_up_to_the_flip_the_free_rows_are_those_of_the_free_protocol() -> None:
 
 def test_the_command_writes_its_figures_and_page(tmp_path: Any) -> None:
     asked = LayerDrift(("zoo:llama-mini", "zoo:mqa-mini"), prompts="arithmetic:2", device="cpu", max_new_tokens=3)
-    outcome = asked.run(tmp_path, progress="none")
+    outcome = asked.run(tmp_path, progress="none", figures="png")
     drawn = {path.stem for path in outcome.files if path.suffix == ".png"}
     # Of a difference that this processor does not make no growth is drawn.
     assert drawn - {"layer_drift_amplification"} == {"layer_drift", "layer_drift_decode_step_1", "layer_drift_heads"}

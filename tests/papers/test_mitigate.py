@@ -75,7 +75,7 @@ def read(mitigations: list[dict[str, object]] | None = None, interactions: list[
 def test_the_whole_command(tmp_path) -> None:
     paths = ("cached", "cached[refresh=1]", "cached[kernels=batch_invariant]", "cached+q8_0")
     asked = m.Mitigate("zoo:gemma2-mini", "arithmetic:2", path=paths, policy=("int8",), max_new_tokens=5)
-    outcome = asked.run(tmp_path / "out", progress="none")
+    outcome = asked.run(tmp_path / "out", progress="none", figures="png")
     left = outcome.tables["mitigations"].set_index("path")
     # A cache that is made anew at every step is no cache, and a fixed order of additions leaves nothing to differ.
     assert left.loc["cached[refresh=1]", "differ"] == left.loc["cached[kernels=batch_invariant]", "differ"] == 0

@@ -32,7 +32,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setattr("kvinterp.papers.studies.behaviour.paths_of", lambda kernels: NOISY)
         parts: dict[str, Any] = {}
         patch.setattr(Paper, "reduce", lambda self, given: parts.update(given) or super(Paper, self).reduce(given))
-        result = asked.run(tmp_path_factory.mktemp("paper") / "out", progress="none")
+        result = asked.run(tmp_path_factory.mktemp("paper") / "out", progress="none", figures="png")
         yield asked, parts, result
 
 

@@ -90,7 +90,7 @@ def test_a_certified_step_cannot_flip(steps: pd.DataFrame) -> None:
 @pytest.mark.slow
 def test_the_whole_command(tmp_path) -> None:
     asked = s.Susceptibility("zoo:gqa2-mini", "arithmetic:2", sizes="0.5,2,4", seeds=2, max_new_tokens=5, bins=2)
-    outcome = asked.run(tmp_path / "out", progress="none")
+    outcome = asked.run(tmp_path / "out", progress="none", figures="png")
     tables = outcome.tables
     assert len(tables["steps"]) == (1 + 3 * 2) * outcome.summary["positions"]
     assert tables["certificates"]["flips_certified"].sum() == 0

@@ -19,14 +19,11 @@ from kvinterp.common.wings import taken
 from kvinterp.errors import InputError
 from kvinterp.findings import Chart, Panel
 from kvinterp.models.adapter import DTYPES
-from kvinterp.report.charts import draw_chart
 from kvinterp.report.experiment import kicker_of
 from kvinterp.report.page import Column, Table, filled_columns, render, table_of_rows
-from kvinterp.report.svg import picture
+from kvinterp.report.panels import drawing
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from kvinterp.auditing.ladder import PrecisionRun
     from kvinterp.auditing.own_dtype import Distance
     from kvinterp.auditing.verdict import Audit, Check, Verdict
@@ -70,7 +67,7 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
     first, why, exercised = verdict.parts
     # The first line says so of what was asked for and is off, though the cache passes.
     off = any(check.status == PLAIN and check.asked for check in verdict.checks)
-    figure = ladder_figure(verdict.evidence)
+    chart = ladder_chart(verdict.evidence)
     # The distances stand in a table of their own.
     figures = {one.said for one in verdict.distances}
     why = [line for line in why if line not in figures]
@@ -91,7 +88,7 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
             (check.lines for check in verdict.checks if check.status == WRONG and check.lines), ""
         ),
         program_title=IN_PYTHON,
-        figure=figure and picture(figure, "The precision ladder", narrow=True),
+        pictures=[drawing("The precision ladder", chart)] if chart else [],
         **_uses(verdict),
         layer_name=_layer_name,
         measured=measured,
@@ -149,8 +146,8 @@ _LINES = {
 }
 
 
-def ladder_figure(evidence: Mapping[str, Row]) -> Figure | None:
-    """Draws the differences by precision beside the unit roundoff, which rounding follows; None
+def ladder_chart(evidence: Mapping[str, Row]) -> Chart | None:
+    """The differences by precision beside the unit roundoff, which rounding follows; None
     where no precision was run.
     """
     names = sorted(
@@ -176,11 +173,7 @@ def ladder_figure(evidence: Mapping[str, Row]) -> Figure | None:
         color="line",
         label="relative difference",
     )
-    return (
-        draw_chart(Chart("Does the difference fall with precision?", [panel]), [])
-        if names
-        else None
-    )
+    return Chart("Does the difference fall with precision?", [panel]) if names else None
 
 
 def _layer_name(layer: int | None, tensor: str) -> str | None:

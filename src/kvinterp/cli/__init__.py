@@ -265,7 +265,7 @@ def _command_of(name: str) -> Callable[..., Mapping[str, Any]]:
                 parser=_folder_named,
                 metavar="PATH",
                 rich_help_panel="Where to",
-                help="Folder for the tables, figures and report. Default: out/VERB-MODEL.",
+                help="Folder for tables and page. Default: out/VERB-MODEL.",
             ),
         ] = None,
         overwrite: Annotated[
@@ -277,6 +277,14 @@ def _command_of(name: str) -> Callable[..., Mapping[str, Any]]:
                 help="Replace a result that is already in the folder.",
             ),
         ] = False,
+        figures: Annotated[
+            str,
+            typer.Option(
+                metavar="WHAT",
+                rich_help_panel="Where to",
+                help="page: the page draws them; png: also a PNG of each; none: no page.",
+            ),
+        ] = "page",
         as_json: Json = False,
         engine: Annotated[
             str,
@@ -289,7 +297,8 @@ def _command_of(name: str) -> Callable[..., Mapping[str, Any]]:
             key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
         }
         asked, folder = experiment_named(name)(**chosen), out or default_folder(name, chosen)
-        result = asked.run(folder, "overwrite" if overwrite else "error", engine=engine)
+        existing = "overwrite" if overwrite else "error"
+        result = asked.run(folder, existing, engine=engine, figures=figures)
         (result.experiment or asked).print_result(result, echo)
         return {"verb": asked.verb(), **result.json_output()}
 
@@ -297,6 +306,9 @@ def _command_of(name: str) -> Callable[..., Mapping[str, Any]]:
     del shared["given"]
     if command_of(name) == (name,):
         del shared["engine"]
+    if read.OVERWRITES == "always":
+        # Whose page is of its own.
+        del shared["figures"]
     own = [_parameter(field) for field in dataclasses.fields(read) if OPTION in field.metadata]
     command.__signature__ = inspect.Signature([*own, *shared.values()])  # type: ignore[attr-defined]
     command.__annotations__ = {}

@@ -226,8 +226,9 @@ class Experiment:
         for line in filter(None, [models_of(unsaid), *lines]):
             echo(line)
         if result.folder is not None:
+            files = "tables, figures" if (result.folder / "figures").is_dir() else "tables"
             echo(
-                f"\npage  {result.folder / 'report.html'}\nmore  {result.folder}: tables, figures, summary.json"
+                f"\npage  {result.folder / 'report.html'}\nmore  {result.folder}: {files}, summary.json"
             )
 
     @classmethod

@@ -45,6 +45,8 @@ INTERRUPTED = "what was finished is on disk; the same command goes on from there
 NOTHING = "nothing was finished; run the same command again"
 """What an interruption leaves behind."""
 PAGE = "report.html"
+FIGURES = ("page", "png", "none")
+"""What is drawn: a page, which draws its figures itself; files besides; or nothing."""
 SENTENCES, DOTS = 4, 80
 """How many sentences a card has, and how many dots an inch its picture."""
 
@@ -55,7 +57,7 @@ def run(
     existing: str = "error",
     progress: str = "bar",
     *,
-    figures: str = "drawn",
+    figures: str = "page",
     engine: str = "local",
 ) -> Any:
     """Answers it, or the rest of it.
@@ -66,7 +68,8 @@ def run(
         existing: What to do about what is already there, see
             :data:`kvinterp.commands.results.EXISTING`.
         progress: ``"bar"`` (on a terminal or in a notebook), or ``"none"``.
-        figures: ``"drawn"`` or ``"none"``: whether figures and page are written too.
+        figures: ``"page"``: the page is written too, which draws its figures itself; ``"png"``:
+            and a PNG of each; or ``"none"``.
         engine: Where the cells are done: ``"local"``, in this process; ``"ray"`` or ``"ray(4)"``,
             by workers of Ray.
 
@@ -80,7 +83,7 @@ def run(
     """
     check_models(vars(experiment))
     check_choice("progress", progress, ("bar", "none"))
-    check_choice("figures", figures, ("drawn", "none"))
+    check_choice("figures", figures, FIGURES)
     check_known("way to treat an existing result", existing, EXISTING)
     if out is None:
         check_unread(
@@ -219,7 +222,10 @@ def write(
     if "reading" not in summary:
         # Kept as they are said now: what is read again has no NaN, which JSON does not know.
         summary["reading"] = experiment.sentences(result)
-    draw_into = (lambda place: draw(experiment, result, place)) if figures == "drawn" else None
+    files_too = "png" if figures == "png" else "none"
+    draw_into = (
+        None if figures == "none" else lambda place: draw(experiment, result, place, files_too)
+    )
     texts, files = result.others or prompts_of(result), files_of(experiment, result)
     result.files = write_result(
         folder, settings, files, result.tables, summary, texts, draw_into, ending
@@ -267,9 +273,9 @@ def report(
     """Writes the page of a result; see :meth:`kvinterp.common.result.Result.report`."""
     place = folder_named(folder or result.folder or tempfile.mkdtemp(prefix="kvinterp-"))
     if result.folder is None or result.folder.resolve() != place.resolve() or existing != "error":
-        experiment.save(result, place, existing, "drawn")
+        experiment.save(result, place, existing, "png")
     else:
-        draw(experiment, result, place / "figures")
+        draw(experiment, result, place / "figures", "png")
     page = place / PAGE
     if not is_file(page):
         raise InputError(
@@ -278,28 +284,40 @@ def report(
     return page
 
 
-def draw(experiment: Experiment, result: Result, folder: Path) -> list[Path]:
-    """Draws the figures of a result into a folder, and writes the page with them beside it.
+def draw(
+    experiment: Experiment, result: Result, folder: Path, files_too: str = "none"
+) -> list[Path]:
+    """Writes the page of a result, which draws its figures itself.
+
+    Args:
+        experiment: What was asked.
+        result: What was found.
+        folder: Beside it the page is written, and into it files of the figures.
+        files_too: ``"png"``: figures are drawn as PNG too.
 
     Returns:
         The files; none where there is nothing to show.
     """
     from kvinterp.report.experiment import page_of
-    from kvinterp.report.svg import picture
+    from kvinterp.report.panels import drawing
 
     if not experiment.has_page(result):
         return []
-    pictures: dict[Path, Any] = {}
-    for name, figure in experiment.figures(result).items():
-        # The first stands above the findings, where a phone shows it without scrolling.
-        pictures[folder / f"{name}.png"] = drawn = picture(figure, name, narrow=not pictures)
-        write_whole(folder / f"{name}.png", drawn.png)
+    files = list[Path]()
+    if files_too == "png":
+        # matplotlib is imported here alone: it takes as long as the whole of a small comparison.
+        from kvinterp.report.style import png
+
+        for name, figure in experiment.figures(result).items():
+            files.append(folder / f"{name}.png")
+            write_whole(files[-1], png(figure))
+    pictures = [drawing(name, chart) for name, chart in experiment.drawn(result).items()]
     beside = [
         name for name in files_of(experiment, with_findings(experiment, result)) if "/" not in name
     ]
     page = folder.parent / PAGE
-    write_whole(page, page_of(experiment, result, [*pictures.values()], [*beside, SUMMARY]))
-    return [*pictures, page]
+    write_whole(page, page_of(experiment, result, pictures, [*beside, SUMMARY]))
+    return [*files, page]
 
 
 def card(experiment: Experiment, result: Result) -> str:

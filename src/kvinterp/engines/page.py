@@ -13,9 +13,8 @@ import pandas as pd
 from kvinterp.auditing.verdict import Verdict
 from kvinterp.errors import in_one_line, visible
 from kvinterp.findings import Chart, Panel
-from kvinterp.report.charts import draw_chart
 from kvinterp.report.page import Table, Text, fragment, render, table_of_rows
-from kvinterp.report.svg import picture
+from kvinterp.report.panels import drawing
 
 BOUNDS = (1, 3, 10, 30, 100)
 """The differences at which the next shade begins, in units of rounding; from the last on a
@@ -47,6 +46,7 @@ def page(verdict: Verdict) -> str:
     sequences = [
         {name: row[name] for name in SHOWN} for row in statistics.get("by_sequence", [])[:200]
     ]
+    cells = _map(verdict)
     return _rendered(
         verdict,
         sheet="audit",
@@ -55,7 +55,8 @@ def page(verdict: Verdict) -> str:
         tried=table_of_rows(sorted(tried, key=lambda row: row["left"])),
         statistics=statistics,
         trained=table_of_rows(_trained(statistics)),
-        map=_map(verdict),
+        map=cells,
+        pictures=[cells["picture"]] if cells else [],
         by_sequence=table_of_rows(sequences),
     )
 
@@ -134,8 +135,8 @@ def _map(verdict: Verdict) -> Any:
         "nats",
         label="largest distance (nats)" if step > 1 else "distance (nats)",
     )
-    chart = draw_chart(Chart("Distance by sequence and position", [panel]), [verdict.provenance])
-    shown = picture(chart, "The distance by sequence and position")
+    chart = Chart("Distance by sequence and position", [panel])
+    shown = drawing("The distance by sequence and position", chart)
     return {"picture": shown, "first": int(cells["sequence"].min())}
 
 

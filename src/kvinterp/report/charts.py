@@ -4,7 +4,6 @@ panel.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from textwrap import fill
@@ -25,27 +24,25 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from kvinterp.common.numbers import percent, power, short
+from kvinterp.common.numbers import percent, power
 from kvinterp.findings import Chart, Panel
-from kvinterp.report.style import (
-    CMAP,
-    DIVERGING,
-    SMALL,
+from kvinterp.report.panels import (
+    WRITTEN,
     Provenances,
-    ink_on,
-    line_of,
-    sheet,
-    sign,
+    all_numbers,
+    cells_of,
+    grid_of,
+    medians_of,
+    points_of,
     small_print,
+    text_of_cell,
+    titles_of,
 )
+from kvinterp.report.style import CMAP, DIVERGING, ink_on, line_of, sheet, sign
 
 _GREY = {"color": "#808080", "linewidth": 0.9, "linestyle": (0, (3, 2)), "zorder": 1}
-_WRITTEN = 96
-"""A map with more cells than this has no numbers in them."""
 _MANY = 1000
-"""A line with more marks than this is drawn as pixels in an SVG."""
-_NARROW = 4.6
-"""The width in inches that a phone shows without scrolling."""
+"""A line with more marks than this is drawn as pixels where the file is of lines (SVG, PDF)."""
 _LABEL = 34
 """The most characters in a line of a label, so that no name pushes the axes out of their figure."""
 _ON_WHITE = {"facecolor": "#ffffff", "edgecolor": "none", "alpha": 0.6, "pad": 0.8}
@@ -53,8 +50,7 @@ _PERCENT = FuncFormatter(lambda value, _: percent(value))
 
 
 def draw_chart(chart: Chart, provenances: Provenances, wide: float = 7.2) -> Figure:
-    """Draws a chart, with the provenance of its models below; the figure's ``narrow()`` draws it
-    again for a phone.
+    """Draws a chart, with the provenance of its models below.
 
     Args:
         chart: The chart.
@@ -62,14 +58,9 @@ def draw_chart(chart: Chart, provenances: Provenances, wide: float = 7.2) -> Fig
         wide: The smallest width in inches.
     """
     titles_of, columns_of, widths, heights = zip(*map(_layout, chart.panels), strict=True)
-    width, phone = max(wide, *widths), wide <= _NARROW
-    # A phone shows a figure as narrow as it is drawn, so that its small print is as large as its
-    # ticks.
-    size = 8.0 if phone else SMALL
-    print_below = small_print(provenances, chart.notes, min(130, int(18 * width * SMALL / size)))
-    with sheet(
-        width, 0.9 + sum(heights) + (print_below.count("\n") + 1) * size / 60 * phone
-    ) as figure:
+    width = max(wide, *widths)
+    print_below = small_print(provenances, chart.notes, min(130, int(18 * width)))
+    with sheet(width, 0.9 + sum(heights)) as figure:
         # In a part of the sheet, so that the small print has a place of its own.
         inner: Any = figure.subfigures(1, 1)
         parts = inner.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -87,7 +78,7 @@ def draw_chart(chart: Chart, provenances: Provenances, wide: float = 7.2) -> Fig
             (_draw_map if panel.kind == "map" else _draw_series)(grid, panel, list(titles))
             handles, labels = grid[0, 0].get_legend_handles_labels()
             if len(labels) > 1 and labels != legend:
-                across = (2 if max(map(len, labels)) > 24 else 4) // (2 if phone else 1)
+                across = 2 if max(map(len, labels)) > 24 else 4
                 names = [fill(label, 44) for label in labels]
                 part.legend(
                     handles, names, loc="outside lower center", ncols=min(len(names), across)
@@ -96,21 +87,14 @@ def draw_chart(chart: Chart, provenances: Provenances, wide: float = 7.2) -> Fig
         figure.suptitle(
             fill(chart.title, int(width * 11)), x=0.01, ha="left", fontsize=10, fontweight="bold"
         )
-        if wide > _NARROW and not any(panel.kind == "map" for panel in chart.panels):
-            narrow = dataclasses.replace(
-                chart, panels=[dataclasses.replace(panel, columns=1) for panel in chart.panels]
-            )
-            figure.narrow = lambda: draw_chart(narrow, provenances, _NARROW)  # type: ignore[attr-defined]  # for a page
-        return sign(figure, print_below, provenances, size)
+        return sign(figure, print_below, provenances)
 
 
 def _layout(panel: Panel) -> tuple[dict[Any, str], int, float, float]:
     """The title of each axes by the value of ``facet``, the number of columns of axes, and width
     and height of all in inches.
     """
-    values = panel.table[panel.facet].unique() if panel.facet else [""]
-    titles = {value: title for value, title in panel.titles.items() if value in values}
-    titles = titles or {value: str(value).removeprefix("zoo:") for value in values}
+    titles = titles_of(panel)
     columns = min(len(titles), panel.columns)
     labels = panel.table[panel.y].unique()
     if panel.kind == "dots":
@@ -129,15 +113,6 @@ def _layout(panel: Panel) -> tuple[dict[Any, str], int, float, float]:
     )
 
 
-def _columns(panel: Panel, **columns: str) -> pd.DataFrame:
-    """The columns that are drawn, under names of their own, since a table may have columns of any
-    name.
-    """
-    return pd.DataFrame(
-        {name: panel.table[column] if column else "" for name, column in columns.items()}
-    )
-
-
 # Lines, points, steps and dots --------------------------------------------------------------------
 
 
@@ -146,20 +121,8 @@ def _draw_series(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
     horizontal axis.
     """
     sideways = panel.kind == "dots"
-    value, place = (panel.x, panel.y) if sideways else (panel.y, panel.x)
-    columns = {"color": panel.color, "facet": panel.facet, "mark": panel.mark[0], "why": panel.why}
-    points = _columns(panel, place=place, value=value, drawn=value, **columns)
-    bare = panel.ends == "none" or panel.kind == "medians"
-    for end in ("low", "high"):
-        points[end] = panel.table[end] if end in panel.table and not bare else np.nan
-    names = panel.names or {key: str(key) for key in points["color"].unique()}
-    points = points[points["color"].isin(names)]
-    labels = list(points["place"].unique())[::-1]
-    if sideways:
-        points["place"] = points["place"].map(labels.index)
+    points, names, labels = points_of(panel)
     numbers = points[["drawn", "low", "high"]]
-    if panel.scale == "signed":
-        points[list(numbers)] = numbers.clip(-1.05, 1.05)
     apart = sideways or (panel.xscale == "whole" and panel.ends == "bars")
     gap = min(0.08, 0.4 / len(names)) * apart * (-2.5 if sideways else 1)
     for axes, facet in zip(grid.flat, facets, strict=False):
@@ -246,7 +209,7 @@ def _draw_line(axes: Axes, points: pd.DataFrame, panel: Panel, index: int, name:
                 zorder=5,
                 label=label,
             )
-        points = points.groupby("place", as_index=False)[["value", "drawn", "low", "high"]].median()
+        points = medians_of(points)
     ends = points["place"], points["low"], points["high"]
     if points["low"].isna().all():
         pass
@@ -347,7 +310,7 @@ def _draw_map(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
     """Draws a cell for each x and y, all panels on one scale: logarithmic and blank at 0, or
     symmetric and white at 0.
     """
-    table = _columns(panel, row=panel.y, column=panel.x, value=panel.color, facet=panel.facet)
+    table, down, across = cells_of(panel)
     values = table["value"].to_numpy(float)
     largest, positive = np.abs(values[np.isfinite(values)]).max(initial=0.0), values[values > 0]
     signed, share = panel.scale != "zero", panel.scale == "signed"
@@ -357,14 +320,9 @@ def _draw_map(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
         Normalize(-limit, limit) if signed else LogNorm(low, high if high > low else low * 10)
     )
     colors = DIVERGING if signed else CMAP
-    # Numbers are sorted; other rows and columns are in the order of the table, which is the
-    # caller's.
-    labels = (list(table[name].unique()) for name in ("row", "column"))
-    down, across = (sorted(names) if _numbers(names) else names for names in labels)
     options: Any = {"aspect": "auto", "origin": "lower", "interpolation": "none"}
     for axes, facet in zip(grid.flat, facets, strict=False):
-        cells = table[table["facet"] == facet].pivot_table("value", "row", "column", dropna=False)
-        cells = cells.reindex(index=down, columns=across).to_numpy(float)
+        cells = grid_of(table, facet, down, across)
         axes.grid(visible=False)
         # Cells without a value are hatched; an exact zero is white.
         hatched: Any = {
@@ -380,10 +338,9 @@ def _draw_map(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
         visible = cells if signed else np.ma.masked_where(~(cells > 0), cells)
         image = axes.imshow(visible, norm=norm, cmap=colors, **options)
         # Where there is no room for numbers, signs tell the colours apart in grey.
-        fits = cells.size <= _WRITTEN
+        fits = cells.size <= WRITTEN
         for (row, column), value in np.ndenumerate(cells) if signed or fits else ():
-            number = percent(value) if share else short(value).replace("-", "−")
-            text = number if fits else "−" if value < -0.005 * limit else ""
+            text = text_of_cell(value, panel, limit, "yes" if fits else "no")
             ink = ink_on(colors(norm(value))) if value else "#000000"
             if np.isfinite(value):
                 axes.text(column, row, text, ha="center", va="center", fontsize=6.5, color=ink)
@@ -400,7 +357,7 @@ def _draw_map(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
     for first, *others in grid:
         for axes in others:
             axes.tick_params(labelleft=False)
-        if _numbers(down):
+        if all_numbers(down):
             first.set_ylabel(panel.y.replace("_", " "))
     if signed:
         bar: dict[str, Any] = {
@@ -419,12 +376,8 @@ def _draw_map(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
         colorbar.minorticks_off()
 
 
-def _numbers(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int | float | np.number) for value in values)
-
-
 def _set_ticks(axis: Any, values: Sequence[Any]) -> None:
-    if _numbers(values):
+    if all_numbers(values):
         stride = math.ceil(len(values) / 12) if len(values) > 16 else 1
         axis.set_ticks(range(0, len(values), stride), [f"{value:g}" for value in values[::stride]])
     else:

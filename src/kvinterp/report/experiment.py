@@ -16,7 +16,7 @@ from kvinterp.common.numbers import counted, models_of, number
 from kvinterp.common.result import Result
 from kvinterp.common.vocabulary import PROTOCOLS
 from kvinterp.findings import in_words, labels_of, lines_of
-from kvinterp.report.page import Column, Picture, Table, as_text, filled_columns, render
+from kvinterp.report.page import Column, Drawing, Table, as_text, filled_columns, render
 
 _ROWS = 40
 """The number of rows that the page shows of a table; the file has them all."""
@@ -26,7 +26,7 @@ OPEN = 12
 
 
 def page_of(
-    experiment: Any, result: Result, pictures: Sequence[Picture], beside: Sequence[str]
+    experiment: Any, result: Result, pictures: Sequence[Drawing], beside: Sequence[str]
 ) -> str:
     """The page of a result; without findings the first table takes their place.
 

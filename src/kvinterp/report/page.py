@@ -50,17 +50,23 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A figure: its caption, its PNG and its SVG.
-
-    The SVG comes from :func:`kvinterp.report.svg.inline` and goes into the page unescaped. Without
-    an SVG, and in a notebook, whose background is not known, the PNG is shown.
-    """
+    """A figure as PNG, for a notebook: its caption and its file."""
 
     caption: str
     png: bytes
-    svg: str = ""
-    narrow: str = ""
-    """The SVG for a phone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """A figure that the page's own script draws as wide as there is room, in the page's colours.
+
+    Attributes:
+        caption: What it is called.
+        packed: Its data, as JSON compressed with gzip (:func:`kvinterp.report.panels.drawing`).
+    """
+
+    caption: str
+    packed: bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,14 +190,15 @@ def render(title: str, parts: Sequence[Any] = (), template: str = "page", **cont
         content: What else the template shows: ``heading``; ``kicker``, a line above it; ``sheet``,
             a style sheet by the name of its file.
     """
-    drawn = any(isinstance(part, Packed) for part in parts)
-    sheet = content.pop("sheet", "")
+    packed = any(isinstance(part, Packed) for part in parts)
+    charts = any(isinstance(part, Drawing) for part in (*parts, *content.get("pictures", ())))
+    sheet, draw = content.pop("sheet", ""), ["draw"] * (packed or charts)
     return from_template(
         template,
         title=title,
         parts=parts,
-        style=styles("page", *["draw"] * drawn, *[sheet] * bool(sheet)),
-        script=script("tables", *["draw", "page"] * drawn),
+        style=styles("page", *draw, *["charts"] * charts, *[sheet] * bool(sheet)),
+        script=script("tables", *draw, *["charts"] * charts, *["page"] * packed),
         **{"heading": "", "kicker": "", **content},
     )
 

@@ -6,27 +6,23 @@ It uses no pyplot, so that importing and drawing leave no trace in the user's se
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import io
 import json
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from kvinterp.common.numbers import listed
+from kvinterp.report.panels import Provenances
 
 RC = matplotlib.rc_params_from_file(
     Path(__file__).with_name("static") / "figures.mplstyle", use_default_template=False
 )
-Provenances: TypeAlias = Sequence[Mapping[str, Any]]
-"""What each model of a figure was run with."""
 CMAP = LinearSegmentedColormap.from_list("amount", ["#efeaf6", "#4a148c"])
 """For maps, the colours of ``static/draw.css``: the nearest to the background is the least, on a
 light and on a dark page.
@@ -124,35 +120,3 @@ def saved(figure: Figure, style: Any, **options: Any) -> bytes:
     with matplotlib.rc_context(style):
         figure.savefig(output, **options)
     return output.getvalue()
-
-
-# The small print ----------------------------------------------------------------------------------
-
-_MODEL = "{model} {kind} ({attention}) {dtype} weights {weights}"
-_VERSIONS = "torch {torch} · transformers {transformers} · TransformerLens {transformer_lens} · kvinterp {kvinterp}"
-
-
-def small_print(provenances: Provenances, lines: Sequence[str] = (), width: int = 130) -> str:
-    """The text below a figure, in lines of a width: further lines, then what the provenances say,
-    each text once.
-    """
-    texts = [*lines]
-    # What was computed elsewhere says nothing of a machine.
-    for provenance in filter(None, provenances):
-        about = collections.defaultdict(lambda: "not given", provenance)
-        # A result of several pairs has a list of paths b.
-        paths = (
-            path if isinstance(path, str) else listed(path)
-            for path in provenance.get("paths", {}).values()
-        )
-        choices = [
-            str(about[name]) for name in ("direction", "protocol", "strategy") if name in about
-        ]
-        choices += [f"seed {about['seed']}"] if "seed" in about else []
-        # A result of many models has no model of its own, only a machine.
-        model = _MODEL if "model" in about else ""
-        texts += [" against ".join(paths), ", ".join(choices)]
-        texts += [
-            text.format_map(about) for text in (model, _VERSIONS, "{device}, threads: {threads}")
-        ]
-    return textwrap.fill(" · ".join(dict.fromkeys(filter(None, texts))), width)

@@ -129,16 +129,3 @@ def test_what_has_no_value_says_why(kind: str) -> None:
 )  # fmt: skip
 def test_a_finding_is_one_line(found: dict[str, Any], said: str) -> None:
     assert line(found).replace("\u00a0", " ") == said
-
-
-def test_a_phone_reads_the_small_print_as_it_reads_the_ticks() -> None:
-    """At 420 pixels it was 6 pixels high; the axes keep their height though it takes more lines."""
-    figure = figure_of(kind="line", color="arm")
-    phone = figure.narrow()
-    phone.draw_without_rendering()
-    ticks = [label.get_size() for label in phone.axes[0].get_xticklabels()]
-    assert phone._supxlabel.get_size() >= max(ticks) >= 8
-    assert figure._supxlabel.get_size() < 8, "on a desk it is small print"
-    assert inside(phone)
-    heights = [one.axes[0].get_window_extent().height / one.dpi for one in (figure, phone)]
-    assert heights[1] > heights[0] - 0.25

@@ -17,16 +17,15 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from matplotlib.figure import Figure
 
 from kvinterp.auditing.arguments import CHECKS, RUNGS
 from kvinterp.auditing.audit import against_named, audit
 from kvinterp.auditing.building import is_code, random_model, users_model
 from kvinterp.auditing.folder import check_own, put
-from kvinterp.auditing.page import files_of, ladder_figure
+from kvinterp.auditing.page import files_of, ladder_chart
 from kvinterp.auditing.programs.names import programs_named
 from kvinterp.auditing.verdict import VERDICTS
 from kvinterp.commands.cells import loaded
@@ -53,6 +52,9 @@ from kvinterp.common.wings import taken
 from kvinterp.errors import shown
 from kvinterp.models import dtype_named, load_model
 from kvinterp.models.caches import cache_named
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def _calls(text: str) -> None:
@@ -311,8 +313,10 @@ class Audit(
 
     def figures(self, result: Result) -> dict[str, Figure]:
         """The ladder of precisions."""
-        figure = ladder_figure(result.contents()[1]["evidence"])
-        return {} if figure is None else {"precision_ladder": figure}
+        from kvinterp.report.charts import draw_chart
+
+        chart = ladder_chart(result.contents()[1]["evidence"])
+        return {} if chart is None else {"precision_ladder": draw_chart(chart, [])}
 
     def print_result(self, result: Result, echo: Callable[..., None]) -> None:
         """The verdict, and where it is."""

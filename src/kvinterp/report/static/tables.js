@@ -108,5 +108,5 @@ function addressed() {
 const tables = [...document.querySelectorAll("main .wide > table")];
 tables.forEach(sortable);
 tables.forEach(offered);
-document.querySelectorAll("main .wide, main .scroll").forEach(hinted);
+document.querySelectorAll("main .wide").forEach(hinted);
 addressed();
