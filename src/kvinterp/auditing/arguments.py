@@ -27,9 +27,9 @@ RUNGS = ("bfloat16", "float16", "float32", "float64")
 LENGTHS = (5, 63, 64, 65, 96, 97, 128)
 """Prompt lengths on and beside the usual tile, window and chunk sizes."""
 
-CHECKS = ("default", "thorough", "quick", "none")
+CHECKS = ("default", "thorough", "quick", "each", "none")
 """How many programs of the cache are tried: as many as ``programs`` says, five times as many, each
-use once until one is wrong, or none.
+use once until one is wrong, each use once, or none.
 """
 
 THOROUGH = 5

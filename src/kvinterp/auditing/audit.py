@@ -131,11 +131,11 @@ def audit(
         sweep: ``"yes"`` also decodes the whole first prompt from its beginning, in the same two
             precisions, to find the first position at which something is wrong.
         checks: Which programs of the cache to run: default (--programs), thorough (five times as
-            many), quick (each use once, first) or none.
+            many), quick (each use once, first, until one is wrong), each (each use once) or none.
 
-            They are run beside tokens fed one by one. ``"quick"`` compiles and draws none, runs
-            them before the precisions, and the first that is wrong ends the audit unless ``allow``
-            names a word.
+            They are run beside tokens fed one by one. ``"quick"`` and ``"each"`` compile and draw
+            none; ``"quick"`` runs them before the precisions, and the first that is wrong ends the
+            audit unless ``allow`` names a word.
         reach: ``"yes"`` also decodes over every edge that the config names (window, RoPE switch,
             context end), however far; ``"no"`` lists those that cost too much as not run.
         calls: Programs to run as well, such as 'rows(0+4)+feed(9)+crop(2)+feed(1)', or their names,

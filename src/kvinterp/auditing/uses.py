@@ -29,6 +29,7 @@ from kvinterp.auditing.programs.search import (
     EDGES,
     FIRST,
     FURTHEST,
+    ONCE,
     Searched,
     base_of,
     far,
@@ -72,7 +73,7 @@ def uses_of(
         progress: Told what runs.
         asked: The cache that is asked about, where it is not the model's own.
         breadth: ``"quick"``: each use once, until one is wrong, and nothing that no contract of a
-            cache promises.
+            cache promises; ``"each"``: the same, whatever is wrong.
 
     Returns:
         A check a use, those that are wrong first.
@@ -97,7 +98,7 @@ def uses_of(
         ]
         further, dear = far_programs(adapter, reach)
         ahead = [*map(program_named, further)]
-        faults = 1 if breadth == "quick" else 4
+        faults = ONCE.get(breadth, 4)
 
         def searched() -> Searched:
             return search(
@@ -137,7 +138,7 @@ def uses_of(
                 )
             )
         # What no contract of a cache promises: said, and no failure.
-        if breadth != "quick":
+        if breadth not in ONCE:
             found = search(subject, programs // 6, seconds / 4, seed, faults=1, beyond="yes")
             known = _wrong_uses(checks)
             checks += [
@@ -169,7 +170,7 @@ def check_functions(
     names, further = {*map(str, asked)}, far(subject.context)
     given, most = [*asked, *lengths], programs + (len(asked) + len(lengths)) * (programs > 0)
     ahead = [*map(program_named, further)] if programs else []
-    faults = 1 if breadth == "quick" else 4
+    faults = ONCE.get(breadth, 4)
     found = search(
         subject,
         most,

@@ -112,6 +112,8 @@ FIRST = (
     f"rows({'+'.join('0' * 17)})+feed(5)+feed(1)+reorder({'+'.join(map(str, range(16, -1, -1)))})+feed(2,1)",
 )
 """What is tried first: each use once."""
+ONCE = {"quick": 1, "each": 8}
+"""The ways of trying each use once, and how many faults are looked for then."""
 EARLY = 22
 """Behind so many of them the nearest of those that go far is tried: of a large model no more may be
 affordable.
@@ -437,10 +439,10 @@ def search(
         progress: Told how many have run.
         further: Programs behind what is tried first, the nearest first: as far as half of the time
             that is left then takes them. The nearest of all comes early.
-        breadth: ``"quick"``: what was given and what is tried first alone, nothing compiled, and
-            nothing behind the first faults.
+        breadth: ``"quick"`` or ``"each"``: what was given and what is tried first alone, and nothing
+            compiled; with ``"quick"`` nothing behind the first faults.
     """
-    quick = breadth == "quick"
+    quick = breadth in ONCE
     began, draw, found = time.process_time(), random.Random(seed), Searched()
     known: set[str] = set()
     right: Program | None = None
@@ -501,7 +503,8 @@ def search(
             kept = right is not None and run_program(subject, right).word == WRONG
             if not enough:
                 # What is quick ends with this one: it has all the time that is left.
-                least = max(pace.ends - time.process_time(), 0.5) if quick else 5.0
+                left = max(pace.ends - time.process_time(), 0.5) if faults == 1 else 1.0
+                least = left if quick else 5.0
                 one = shrink(subject, one, seconds / 4, "yes" if kept else "no", least)
             if not known & set(map(base_of, one.uses)):
                 found.wrong.append(one)

@@ -1,0 +1,103 @@
+"""What other projects add to their tests: the baseline of known faults, and the mixin of transformers' model tests."""
+
+from __future__ import annotations
+
+import functools
+import json
+import unittest
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architectures import build
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+import kvinterp as kv
+from kvinterp import testing
+from kvinterp.testing import WRITE, CacheInconsistency, CacheTesterMixin, assert_cache_consistent
+
+QUICKLY: dict[str, Any] = {"lengths": (5,), "steps": 1, "rungs": ("float32",), "seconds": 4.0}
+SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+class Uncropped(LlamaForCausalLM):
+    """A Llama whose cached forward counts two positions too many behind more than one row."""
+
+    def forward(self, input_ids=None, position_ids=None, past_key_values=None, **more):
+        held = past_key_values is not None and past_key_values.get_seq_length()
+        if held and input_ids is not None and input_ids.shape[0] > 1 and position_ids is not None:
+            position_ids = position_ids + 2
+        return super().forward(input_ids, position_ids=position_ids, past_key_values=past_key_values, **more)
+
+
+def test_a_baseline_may_only_shrink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound, faulty = LlamaForCausalLM(LlamaConfig(**SIZES)), Uncropped(LlamaConfig(**SIZES))
+    # Each model is audited once: the baseline alone is another.
+    once = functools.cache(lambda model: kv.audit(model, sweep="no", checks="each", **QUICKLY))
+    monkeypatch.setattr(testing, "audit", lambda model, *_, **__: once(model))
+    file = tmp_path / "faults.json"
+    how: dict[str, Any] = {**QUICKLY, "baseline": file, "name": "mine"}
+    assert_cache_consistent(sound, **how)
+    assert not file.exists()
+    with pytest.raises(CacheInconsistency, match="not among the faults of mine"):
+        assert_cache_consistent(faulty, **how)
+    monkeypatch.setenv(WRITE, "write")
+    assert assert_cache_consistent(faulty, **how).exit_code == 1
+    known = json.loads(file.read_text())
+    assert [*known] == ["mine"]
+    assert known["mine"]
+    monkeypatch.delenv(WRITE)
+    assert assert_cache_consistent(faulty, **how).exit_code == 1
+    with pytest.raises(CacheInconsistency, match=r"is right now in what .* lists as wrong"):
+        assert_cache_consistent(sound, **how)
+    monkeypatch.setenv(WRITE, "write")
+    assert_cache_consistent(sound, **how)
+    assert json.loads(file.read_text()) == {}
+
+
+@pytest.mark.parametrize("text", ["[]", "no", '{"mine": "decode step"}'])
+def test_what_is_no_baseline_is_said(tmp_path: Path, text: str) -> None:
+    (tmp_path / "faults.json").write_text(text)
+    with pytest.raises(kv.InputError, match="is no baseline: expected a JSON object"):
+        assert_cache_consistent(build("llama"), baseline=tmp_path / "faults.json", **QUICKLY)
+
+
+class Maker:
+    """As a ``model_tester`` of transformers: a config, and inputs that nobody needs here."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
+        return self.config, {}
+
+
+def ran(kinds: tuple[type, ...], config: Any, baseline: Path | None = None) -> unittest.TestResult:
+    """Runs the mixin's test over such classes."""
+
+    class ModelTest(CacheTesterMixin, unittest.TestCase):
+        all_generative_model_classes, model_tester, cache_baseline = kinds, Maker(config), baseline
+
+    result = unittest.TestResult()
+    ModelTest("test_cached_decoding_is_recomputation").run(result)
+    return result
+
+
+@pytest.mark.slow
+def test_each_class_of_a_model_test_is_audited() -> None:
+    encoder = {"d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 2, "num_heads": 4}
+    for kind, config in (
+        (LlamaForCausalLM, LlamaConfig(**SIZES)),
+        (GPT2LMHeadModel, GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=128)),
+        (T5ForConditionalGeneration, T5Config(vocab_size=99, **encoder, decoder_start_token_id=0)),
+    ):
+        result = ran((kind,), config)
+        assert (result.testsRun, result.failures, result.errors) == (1, [], []), (kind, result)
+
+
+def test_a_class_that_is_wrong_is_named_and_the_others_are_tried(tmp_path: Path) -> None:
+    result = ran((Uncropped, LlamaForCausalLM), LlamaConfig(**SIZES))
+    assert not result.errors, result.errors
+    ((test, said),) = result.failures
+    assert "Uncropped" in str(test)
+    assert "FAIL" in said
