@@ -115,7 +115,7 @@ def measure(given: argparse.Namespace) -> pd.DataFrame:
             continue
         _, name, dtype, run, kind = setting
         model = model_of(name, dtype)
-        features = {sae.place: sae for sae in map(kv.load_sae, given.sae)} if name == SMOLLM2 else None
+        features = {sae.hook_point: sae for sae in map(kv.load_sae, given.sae)} if name == SMOLLM2 else None
         how = {"features": features, "max_new_tokens": given.new, "run": run}
         try:
             found = kv.which_run(model, prompts_of(kind, given.texts), **how)

@@ -213,7 +213,7 @@ def in_words(row: Finding) -> dict[str, str]:
         )
         test = f"{test or 'test'} p = {number(row['p'])}{corrected}"
     return {
-        "of": place(row),
+        "of": label_of(row),
         "estimate": f"{written(row['estimate'])} {measure}".rstrip(),
         "interval": ends_said(row["low"], row["high"], "{}", written),
         "n": f"{row['n']:,.12g} {unit}" if row["n"] else "",
@@ -222,7 +222,7 @@ def in_words(row: Finding) -> dict[str, str]:
     }
 
 
-def place(row: Finding) -> str:
+def label_of(row: Finding) -> str:
     """The labels of a finding in words: texts as they are, numbers after their label's name."""
     labels = {
         name: label

@@ -14,7 +14,7 @@ import torch
 import kvinterp as kv
 from kvinterp.paths.kernels import KERNELS, kernels_named
 from kvinterp.paths.model_cache import growing_store
-from kvinterp.policies import POLICIES, Chain, Place, policy_named
+from kvinterp.policies import POLICIES, CacheRows, Chain, policy_named
 from kvinterp.policies.base import Selective
 from kvinterp.recording import PathHook
 from support import PROMPT, Case, assert_bitwise
@@ -180,7 +180,7 @@ def test_write_and_read_change_nothing_in_place(grouped, name):
     given = keys.clone(), values.clone()
     for act in (policy.write, policy.read):
         with contextlib.suppress(kv.UnsupportedError):
-            act(*given, Place(0, 0, 7, rotated=True))
+            act(*given, CacheRows(0, 0, 7, rotated=True))
         assert_bitwise(given[0], keys, "keys")
         assert_bitwise(given[1], values, "values")
 

@@ -7,7 +7,7 @@ import torch
 
 from kvinterp.models import ModelInfo
 from kvinterp.papers.behaviour.designs import DESIGNS, FACTORS, GRID, designed, effects, factorial, is_seeded, reseeded
-from kvinterp.policies import Place, policy_named
+from kvinterp.policies import CacheRows, policy_named
 
 FACTS = ModelInfo("tiny", "Tiny", 5, 4, 2, 64, 256, 10, 4096, (None,) * 5, True, "eager")
 RMS = (0.2, 0.5, 0.57735, 0.9, 1.15)
@@ -15,7 +15,7 @@ RMS = (0.2, 0.5, 0.57735, 0.9, 1.15)
 
 def multipliers(text: str) -> torch.Tensor:
     ones = torch.ones(1, 2, 2000, 64)
-    keys, _ = policy_named(text).start(FACTS).write(ones, ones, Place(0, 0, 2000, True))
+    keys, _ = policy_named(text).start(FACTS).write(ones, ones, CacheRows(0, 0, 2000, True))
     return keys.double().flatten()
 
 

@@ -22,7 +22,7 @@ import kvinterp as kv
 from kvinterp.data import load_prompts, score
 from kvinterp.models import Adapter
 from kvinterp.papers.behaviour.decoding import likelihoods, write
-from kvinterp.policies import Place, Policy
+from kvinterp.policies import CacheRows, Policy
 from kvinterp.policies.base import KV
 from plain import plain_loop
 from support import Case
@@ -40,7 +40,7 @@ Load = Callable[..., Adapter]
 class Forgets(Policy):
     """What is written is nothing: whatever reads the cache is far from whatever does not."""
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, place: Place) -> KV:
+    def write(self, keys: torch.Tensor, values: torch.Tensor, place: CacheRows) -> KV:
         return keys, torch.zeros_like(values)
 
 

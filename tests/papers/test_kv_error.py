@@ -15,7 +15,7 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.papers.behaviour.scores import AGAIN, CONTROL, METRICS
 from kvinterp.papers.studies.equivalent_noise import EquivalentNoise, error_of_policy, pooled
 from kvinterp.papers.studies.kv_error import KvError, behaviour_of
-from kvinterp.policies import Chain, Place, Policy, policy_named
+from kvinterp.policies import CacheRows, Chain, Policy, policy_named
 from support import Case
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ def test_keys_before_and_after_rope_are_both_measured(load: Any) -> None:
 class Newest(Policy):
     """Keeps the newest rows as they are."""
 
-    def keep(self, keys: torch.Tensor, values: torch.Tensor, place: Place) -> torch.Tensor:
+    def keep(self, keys: torch.Tensor, values: torch.Tensor, place: CacheRows) -> torch.Tensor:
         return torch.arange(keys.shape[2])[-10:]
 
 

@@ -69,8 +69,8 @@ def untried(auto: str, name: str, why: str = "") -> dict[str, Any]:
 
 def searched(subject: Any, programs: int) -> dict[str, Any]:
     """By use how many programs were right or another word, and what is wrong: a quarter as many go beyond the contract."""
+    from kvinterp.auditing.programs.first_difference import placed
     from kvinterp.auditing.programs.pasted import pasted
-    from kvinterp.auditing.programs.place import placed
     from kvinterp.auditing.programs.search import base_of, search
 
     began = time.process_time()

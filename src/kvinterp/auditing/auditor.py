@@ -133,9 +133,9 @@ class Auditor:
         checks, unread = self.exercise(), self.evidence.unread
         if unread is None:
             return checks
-        place: dict[str, Any] = {"layer": unread.layer, "tensor": "K", "module": unread.module}
+        where: dict[str, Any] = {"layer": unread.layer, "tensor": "K", "module": unread.module}
         return [
-            dataclasses.replace(check, **place) if check.status == WRONG else check
+            dataclasses.replace(check, **where) if check.status == WRONG else check
             for check in checks
         ]
 

@@ -140,7 +140,7 @@ class BlockModel:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The kernels that every forward runs under."""
-        listeners = {place: [one] for place, one in self.mode.listeners.items()}
+        listeners = {hook_point: [one] for hook_point, one in self.mode.listeners.items()}
         with (
             self.adapter.attached(list(listeners)),
             self.mode,

@@ -189,8 +189,8 @@ def _from_config(code: str, found: Any, source: str | Path | None) -> nn.Module:
             "without arguments that returns a model."
         )
     try:
-        place = Path("" if source is None else source)
-        file = place / "config.json" if is_folder(place) else place
+        path = Path("" if source is None else source)
+        file = path / "config.json" if is_folder(path) else path
         config = config_class() if source is None else config_class.from_json_file(file)
         if source is None:
             with torch.device("meta"):

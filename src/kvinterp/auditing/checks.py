@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvinterp.auditing.ladder import part_named
-from kvinterp.auditing.programs.place import RAISED
+from kvinterp.auditing.programs.first_difference import RAISED
 from kvinterp.auditing.programs.reach import Reach
 
 NOT_RUN, BEYOND, UNCLEAR = "not run", "wrong beyond what a cache promises", "cannot tell"

@@ -26,7 +26,7 @@ from kvinterp.models.attention_calls import visible_keys
 
 BLOCK_INPUT = "block input"
 
-Place = tuple[int | None, int | None, str, str]
+Location = tuple[int | None, int | None, str, str]
 """The layer, the absolute position, the tensor and the module."""
 
 
@@ -79,7 +79,7 @@ class Finding:
     nearly_equal: bool = False
 
     @property
-    def place(self) -> Place:
+    def location(self) -> Location:
         """Where it is, as a verdict names it."""
         return self.layer, self.position, self.tensor, self.module
 

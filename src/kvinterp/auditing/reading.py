@@ -1,4 +1,4 @@
-"""The evidence of all precisions read into one word, its place and its sentences: each sentence
+"""The evidence of all precisions read into one word, its location and its sentences: each sentence
 stands where it is true.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvinterp.auditing.checks import BEYOND, NOT_RUN, NUMBERS, UNCLEAR, Check
-from kvinterp.auditing.first_difference import Place
+from kvinterp.auditing.first_difference import Location
 from kvinterp.auditing.judging import MARGIN, Account, Judged
 from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
 from kvinterp.auditing.own_dtype import Distance
@@ -24,8 +24,8 @@ from kvinterp.common.numbers import listed
 from kvinterp.models.cached_rows import NOT_READ, Unread
 from kvinterp.paths.prompt import PromptDifference
 
-NOWHERE: Place = (None, None, "", "")
-"""The place of what has none."""
+NOWHERE: Location = (None, None, "", "")
+"""The location of what has none."""
 
 HINTS = {
     "Q": "Q alone is wrong: the new token's position, or RoPE",
@@ -50,8 +50,8 @@ HINT = "hint: "
 IN_PYTHON = "In plain Python, run here before it was shown:"
 """What stands before the lines of a program."""
 
-Reading = tuple[str, Place, list[str]]
-"""The word, the place and the lines that say why."""
+Reading = tuple[str, Location, list[str]]
+"""The word, the location and the lines that say why."""
 
 
 @dataclasses.dataclass
@@ -146,13 +146,13 @@ class Evidence:
         readings = (
             ask() for ask in ((*asked, *others) if self.rungs else (self._unread, self._failed))
         )
-        word, place, lines = next(found for found in readings if found is not None)
+        word, location, lines = next(found for found in readings if found is not None)
         if self.prompt is not None and not self.random:
             lines = [self.prompt.said, *lines]
             # What is left of the difference once a cause of it was taken away is no excuse for the
             # rest.
             word = "bug" if word in (*GOOD, CANNOT_TELL) else word
-        return self._verdict(self._asked(word), place, lines)
+        return self._verdict(self._asked(word), location, lines)
 
     def _asked(self, word: str) -> str:
         """The word, where whoever asked for a use by name has a wrong answer although the cache
@@ -160,7 +160,7 @@ class Evidence:
         """
         return NOT_THE_CACHE if word in GOOD and self._symptoms() else word
 
-    def _verdict(self, word: str, place: Place, lines: list[str]) -> Verdict:
+    def _verdict(self, word: str, location: Location, lines: list[str]) -> Verdict:
         allowed = "yes" if word in self.allow else "no"
         tried = sum(check.status in (RIGHT, WRONG, PLAIN) for check in self.checks)
         uses = (
@@ -193,7 +193,7 @@ class Evidence:
         evidence, text = self._evidence(), "\n".join(shown)
         return Verdict(
             word,
-            *place,
+            *location,
             evidence,
             checks,
             notes,
@@ -301,14 +301,14 @@ class Evidence:
                 if prompt.off
                 else "is another without a cache than with one"
             )
-        sentence = f"Given equal inputs, {_place(judged)} {wrong} from position {finding.position} on (seen {at}): "
+        sentence = f"Given equal inputs, {_location(judged)} {wrong} from position {finding.position} on (seen {at}): "
         sentence += _sizes(sizes)
         # What was tried and what is likely hold the cached step against the forward without a
         # cache.
         said_of = (
             [f"{sentence}."] if uncached else [f"{sentence}. {_tried(judged)}", *hint(judged, self)]
         )
-        return "bug", finding.place, [*said_of, *self._said_of_uses()]
+        return "bug", finding.location, [*said_of, *self._said_of_uses()]
 
     @property
     def _failures(self) -> list[Check]:
@@ -361,11 +361,11 @@ class Evidence:
         name, judged = fail[0]
         finding, cause = judged.finding, judged.cause
         line = (
-            f"In {name}, given equal inputs, {_place(judged)} is off by {finding.error:.2g} {OF_ROW}, "
+            f"In {name}, given equal inputs, {_location(judged)} is off by {finding.error:.2g} {OF_ROW}, "
             f"{finding.error / self.rungs[name].unit:.2g} unit roundoffs; {cause.module or 'the block'} casts to "
             f"{cause.dtype}, and without that cast "
         ) + ("nothing differs." if cause.left == 0 else f"{cause.left:.2g} is left.")
-        return "hidden-cast", (*finding.place[:3], cause.module), [line]
+        return "hidden-cast", (*finding.location[:3], cause.module), [line]
 
     def _unexplained(self) -> Reading | None:
         name, short = next(((n, a) for n, a in self.accounts.items() if not a.holds), ("", None))
@@ -387,10 +387,10 @@ class Evidence:
         if judged is None:
             return None
         line = (
-            f"In {self.own}, given equal inputs, {_place(judged)} differs by {judged.finding.error:.2g} {OF_ROW}; whether that "
-            f"is rounding could not be tried: {judged.cause.detail}."
+            f"In {self.own}, given equal inputs, {_location(judged)} differs by {judged.finding.error:.2g} {OF_ROW}; whether "
+            f"that is rounding could not be tried: {judged.cause.detail}."
         )
-        return CANNOT_TELL, judged.finding.place, [line]
+        return CANNOT_TELL, judged.finding.location, [line]
 
     def _random(self) -> Reading | None:
         line = (
@@ -455,7 +455,7 @@ class Evidence:
                 kernels, key=lambda case: (case[1].finding.position, self.rungs[case[0]].unit)
             )
             line = (
-                f"Given equal inputs, {_place(judged)} is off by {judged.finding.error:.2g} {OF_ROW} in {name}, "
+                f"Given equal inputs, {_location(judged)} is off by {judged.finding.error:.2g} {OF_ROW} in {name}, "
                 f"first at position {judged.finding.position}, and bitwise right once every sum has a fixed order: a kernel is "
                 "coarse there, not the model's cache."
             )
@@ -482,7 +482,7 @@ def _sizes(sizes: Mapping[str, float]) -> str:
     )
 
 
-def _place(judged: Judged) -> str:
+def _location(judged: Judged) -> str:
     """A finding's layer, tensor and module."""
     finding, module = judged.finding, f" ({judged.finding.module})" if judged.finding.module else ""
     return f"{finding.tensor} of {part_named(finding.layer, finding.tensor)}{module}"
@@ -598,10 +598,10 @@ def of_functions(evidence: Evidence, worst: float, against: str) -> Verdict:
     at most of ``against``.
     """
     checks = evidence.checks
-    word, place, lines = evidence._failed() or ("rounding" if worst else "equal", NOWHERE, [])
+    word, location, lines = evidence._failed() or ("rounding" if worst else "equal", NOWHERE, [])
     if not any(check.status in (RIGHT, WRONG) for check in checks):
         word, lines = CANNOT_TELL, ["No use could be tried."]
     evidence.exercised = (
         f"programs of the cache, each against {against}; the largest difference {worst:.2g}."
     )
-    return evidence._verdict(evidence._asked(word), place, lines)
+    return evidence._verdict(evidence._asked(word), location, lines)

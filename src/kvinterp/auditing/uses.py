@@ -18,11 +18,11 @@ from kvinterp.auditing.checks import BEYOND, NOT_RUN, NUMBERS, UNCLEAR, Check
 from kvinterp.auditing.edges import edge_programs, far_programs, past
 from kvinterp.auditing.ladder import dtype_name
 from kvinterp.auditing.programs.crashes import CRASHES, OURS, whose
+from kvinterp.auditing.programs.first_difference import placed
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.outcome import PLAIN, REFUSED, RIGHT, WRONG, OwnError
 from kvinterp.auditing.programs.pasted import pasted
-from kvinterp.auditing.programs.place import placed
 from kvinterp.auditing.programs.program import Program
 from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.search import (
@@ -221,7 +221,7 @@ def _met(adapter: Adapter, error: Exception) -> Check:
         if isinstance(error, UnsupportedError) and error.__cause__ is not None
         else error
     )
-    who, place = whose(cause, adapter.model)
+    who, line_of_code = whose(cause, adapter.model)
     said = named(cause)
     if out_of_memory(cause):
         return Check("programs of the cache", UNCLEAR, f"it raised {said}.")
@@ -231,12 +231,12 @@ def _met(adapter: Adapter, error: Exception) -> Check:
         return Check(
             "programs of the cache",
             UNCLEAR,
-            f"kvinterp itself raised {said} ({place}): please report it.",
+            f"kvinterp itself raised {said} ({line_of_code}): please report it.",
         )
     return Check(
         "prompt",
         WRONG if who == CRASHES else REFUSED,
-        f"a prompt with a cache raises {said} ({place}).",
+        f"a prompt with a cache raises {said} ({line_of_code}).",
     )
 
 
@@ -296,11 +296,11 @@ def _checks(
 
 def _wrong(subject: Subject, one: Run, status: str, ran: int) -> Check:
     """What a wrong program says, and where."""
-    place, lines = None, ""
+    first, lines = None, ""
     # What is wrong with the model may break the search for its place too.
     with contextlib.suppress(Exception):
         # The modules of a cache that loses are apart from the plain forward's wherever it reads.
-        place = (
+        first = (
             placed(subject, one.program)
             if isinstance(subject, ModelSubject) and not subject.lossy
             else None
@@ -316,12 +316,12 @@ def _wrong(subject: Subject, one: Run, status: str, ran: int) -> Check:
         numbered = Program(dataclasses.replace(one.program.rows, told="all"), one.program.steps)
         with contextlib.suppress(Exception):
             where = {"hint": NUMBERS} if run_program(subject, numbered).word == RIGHT else {}
-    if place is not None:
+    if first is not None:
         where |= {
-            "layer": place.layer,
-            "tensor": place.tensor,
-            "module": place.module,
-            "step": place.column,
+            "layer": first.layer,
+            "tensor": first.tensor,
+            "module": first.module,
+            "step": first.column,
         }
     error = None if one.wrong is None else one.wrong.error
     return Check(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockModel
 from kvinterp.auditing.ladder import dtype_name
-from kvinterp.auditing.programs.place import Heard, heard
+from kvinterp.auditing.programs.first_difference import Heard, heard
 
 TINY = torch.finfo(torch.float32).tiny
 """The least magnitude that a difference is divided by."""

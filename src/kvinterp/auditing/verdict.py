@@ -123,16 +123,16 @@ class Verdict(Result):
         Raises:
             InputError: There is none that can be read.
         """
-        place = Path(folder)
-        if (fields := read_json(place / VERDICT)) is None:
+        path = Path(folder)
+        if (fields := read_json(path / VERDICT)) is None:
             raise InputError(
-                f"folder {str(place)!r} holds no readable {VERDICT}: give a folder that kvinterp wrote."
+                f"folder {str(path)!r} holds no readable {VERDICT}: give a folder that kvinterp wrote."
             )
         try:
             fields = _with_infinities(fields)
             tokens = None
-            if is_file(place / GIVEN):
-                with (place / GIVEN).open("rb") as file:
+            if is_file(path / GIVEN):
+                with (path / GIVEN).open("rb") as file:
                     tokens = pd.read_parquet(file)
             del fields["exit_code"]
             checks = tuple(
@@ -147,10 +147,10 @@ class Verdict(Result):
                 raise ValueError(f"{loaded.verdict!r} is no verdict")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(
-                f"folder {str(place)!r} holds no readable verdict.json ({error}): it is damaged or of another version of "
+                f"folder {str(path)!r} holds no readable verdict.json ({error}): it is damaged or of another version of "
                 "kvinterp; make the audit again."
             ) from error
-        vars(loaded).update(folder=place, settings={}, choices={})
+        vars(loaded).update(folder=path, settings={}, choices={})
         return loaded
 
     def written(self) -> Contents:

@@ -11,9 +11,9 @@ from typing import Any
 
 from kvinterp.commands.kit import (
     Cell,
+    CellResult,
     Chart,
     Charts,
-    Made,
     OfModel,
     Panel,
     Parts,
@@ -60,7 +60,7 @@ class Attention(
         """One cell: a page is of one prompt and step."""
         return [Cell("page", self.compared)]
 
-    def compared(self) -> Made:
+    def compared(self) -> CellResult:
         """The heads of one prompt, and the page that shows them."""
         adapter, prompt = self.adapter(), self.prompt_list[0]
         if self.generated is None:

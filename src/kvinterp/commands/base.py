@@ -27,7 +27,7 @@ from kvinterp.commands.options import OPTION, argument, model, option, shared, t
 from kvinterp.commands.results import records
 from kvinterp.common.numbers import models_of
 from kvinterp.common.result import Result
-from kvinterp.common.store import Made
+from kvinterp.common.store import CellResult
 from kvinterp.common.words import dtype_word, unwrapped
 from kvinterp.data import Prompt, load_prompts
 from kvinterp.errors import InputError
@@ -42,7 +42,7 @@ Tables: TypeAlias = dict[str, pd.DataFrame]
 Rows: TypeAlias = Iterable[Finding]
 """What was found, a row each."""
 Charts: TypeAlias = dict[str, Chart]
-Parts: TypeAlias = Mapping[str, Made]
+Parts: TypeAlias = Mapping[str, CellResult]
 """What each cell gave, by its key."""
 
 SAID, WIDTH = 5, 120

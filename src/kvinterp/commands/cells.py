@@ -25,7 +25,7 @@ import pandas as pd
 
 from kvinterp.common.progress import counting
 from kvinterp.common.spec import by_name, read
-from kvinterp.common.store import Made, Store
+from kvinterp.common.store import CellResult, Store
 from kvinterp.common.wings import handed, taken
 from kvinterp.errors import visible
 from kvinterp.models import Adapter
@@ -113,7 +113,7 @@ class CellsMade(UserDict[str, Any]):
     fill the memory.
     """
 
-    def __getitem__(self, key: str) -> Made:
+    def __getitem__(self, key: str) -> CellResult:
         cell, store = self.data[key]
         # Where another run into this folder finished first, it took the cells away.
         return result if (result := store.read(key)) is not None else alone([cell])[key]
@@ -125,7 +125,7 @@ class CellsMade(UserDict[str, Any]):
         )
 
 
-class _InMemory(dict[str, Made]):
+class _InMemory(dict[str, CellResult]):
     """The cells of a run that writes nothing."""
 
     folder, read = None, dict.get
@@ -190,7 +190,7 @@ def engine_named(text: str) -> Any:
     return engine
 
 
-def alone(cells: Sequence[Cell]) -> dict[str, Made]:
+def alone(cells: Sequence[Cell]) -> dict[str, CellResult]:
     """Does cells here, and gives what they made by their keys."""
     made = _InMemory()
     Local()(cells, {"keep": made.keep, "tell": lambda *_: None, "progress": "none"})
@@ -203,14 +203,14 @@ def groups(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
         yield list(group)
 
 
-def joined(parts: Mapping[str, Made], part: str = "") -> dict[str, pd.DataFrame]:
+def joined(parts: Mapping[str, CellResult], part: str = "") -> dict[str, pd.DataFrame]:
     """The tables of all cells, or of those with a word in their key, by name; those of one below
     those of another.
     """
     return stacked(tables for tables, _ in those(parts, part).values())
 
 
-def those(parts: Mapping[str, Made], part: str) -> dict[str, Made]:
+def those(parts: Mapping[str, CellResult], part: str) -> dict[str, CellResult]:
     """What those cells gave that have a word in their key."""
     return {key: parts[key] for key in parts if part in key}
 

@@ -124,9 +124,9 @@ class Compare(OfModel, of="kvinterp.comparison.comparing:compare", without=("con
     def sentences(self, comparison: Any) -> list[str]:
         """Where the paths differ."""
         if comparison.steps.empty:
-            place = Path(comparison.folder or "") / "summary.json"
+            summary = Path(comparison.folder or "") / "summary.json"
             raise KvinterpError(
-                f"none of the {len(comparison.failures)} prompts could be compared; {place} says why."
+                f"none of the {len(comparison.failures)} prompts could be compared; {summary} says why."
             )
         return comparison.where().splitlines()  # type: ignore[no-any-return]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvinterp.commands.kit import (
     Cell,
-    Made,
+    CellResult,
     OfModel,
     Parts,
     Result,
@@ -49,7 +49,7 @@ class Decompose(
             for n in range(len(self.prompt_list))
         ]
 
-    def decomposed(self, number: int) -> Made:
+    def decomposed(self, number: int) -> CellResult:
         """The split of a prompt."""
         options = self.arguments() | {"only": [number], "progress": "none"}
         split = decompose(self.adapter(), self.prompt_list, **options)

@@ -86,32 +86,32 @@ def load(folder: str | os.PathLike[str]) -> Any:
     Example:
         >>> kv.load("out/compare").where()  # doctest: +SKIP
     """
-    place = folder_named(folder)
-    if not is_folder(place):
-        fault = "is no folder" if os.path.lexists(place) else "does not exist"
-        raise InputError(f"folder {str(place)!r} {fault}: give one that kvinterp wrote.")
-    if not is_file(place / SUMMARY):
-        return _without_a_summary(place)
-    summary = read_summary(place)
+    path = folder_named(folder)
+    if not is_folder(path):
+        fault = "is no folder" if os.path.lexists(path) else "does not exist"
+        raise InputError(f"folder {str(path)!r} {fault}: give one that kvinterp wrote.")
+    if not is_file(path / SUMMARY):
+        return _without_a_summary(path)
+    summary = read_summary(path)
     settings = summary.get("settings")
     verb = settings.get("verb") if isinstance(settings, dict) else None
     if not isinstance(verb, str):
         raise InputError(
-            f"folder {str(place)!r} holds a summary.json that does not say what wrote it: give one that kvinterp wrote."
+            f"folder {str(path)!r} holds a summary.json that does not say what wrote it: give one that kvinterp wrote."
         )
-    with reading(place, summary):
-        return read_result(experiment_of(verb)(), place)
+    with reading(path, summary):
+        return read_result(experiment_of(verb)(), path)
 
 
-def _without_a_summary(place: Path) -> Any:
+def _without_a_summary(path: Path) -> Any:
     for name in handed("folders"):
-        if is_file(place / name):
-            return taken("folders", name, f"a folder with {name}").load(place)
-    if is_file(place / "trace.json"):
-        return Trace.load(place)
-    check_finished(place)
+        if is_file(path / name):
+            return taken("folders", name, f"a folder with {name}").load(path)
+    if is_file(path / "trace.json"):
+        return Trace.load(path)
+    check_finished(path)
     raise InputError(
-        f"folder {str(place)!r} holds no result: give one that kvinterp wrote, with a summary.json in it."
+        f"folder {str(path)!r} holds no result: give one that kvinterp wrote, with a summary.json in it."
     )
 
 

@@ -30,7 +30,7 @@ from kvinterp.common.checks import check_known
 from kvinterp.common.numbers import between, counted, listed, number
 from kvinterp.common.progress import each
 from kvinterp.common.result import Result
-from kvinterp.common.store import Made
+from kvinterp.common.store import CellResult
 from kvinterp.comparison import compare_examples
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError

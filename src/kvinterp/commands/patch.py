@@ -110,7 +110,7 @@ class Patch(
     def cells(self) -> list[Cell]:
         """A cell a prompt that is patched, in the order of their KL where only some are."""
         count = len(self.prompt_list[: self.examples])
-        return [Cell(f"patched-{place}", self.patched) for place in range(count)]
+        return [Cell(f"patched-{number}", self.patched) for number in range(count)]
 
     def patched(
         self, keys: Sequence[str], keep: Callable[..., None], progress: str = "none"
@@ -123,10 +123,10 @@ class Patch(
             names = "cached", "recompute", "protocol", "max_new_tokens"
             options = {name: settings[name] for name in names}
             chosen = highest_kl(adapter, prompts, self.examples, **options, progress=progress)
-        for place, key in numbered(keys).items():
+        for number, key in numbered(keys).items():
             # The planted causes are a matter of the model: they are looked for once.
-            controls = "quick" if self.controls == "all" and place else self.controls
-            settings |= {"only": [chosen[place]], "controls": controls, "progress": "none"}
+            controls = "quick" if self.controls == "all" and number else self.controls
+            settings |= {"only": [chosen[number]], "controls": controls, "progress": "none"}
             swept = sweep(adapter, prompts, **settings)
             keep(key, swept.tables, swept.provenance)
 

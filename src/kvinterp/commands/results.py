@@ -141,7 +141,7 @@ def write_result(
     Raises:
         InputError: It cannot be written.
     """
-    place, before = folder / SUMMARY, read_json(folder / SUMMARY) or {}
+    file, before = folder / SUMMARY, read_json(folder / SUMMARY) or {}
     if ending != "finished" and before and not before.get("interrupted"):
         return []
     listed = before.get("files")
@@ -154,7 +154,7 @@ def write_result(
     # Until the end it is unfinished, whatever is there: what was killed meanwhile is not taken for
     # a result.
     begun = {"settings": settings, "interrupted": True, "files": [*earlier, *files]}
-    write_whole(place, strict_json(begun) + "\n")
+    write_whole(file, strict_json(begun) + "\n")
     for name, text in texts.items():
         write_whole(folder / name, text)
     for name, table in tables.items():
@@ -167,8 +167,8 @@ def write_result(
     if ending == "finished":
         # Before the summary: a run that is killed between the two is not yet a result.
         clear_cells(folder)
-    write_whole(place, strict_json({**summary, **cut, "settings": settings, "files": files}) + "\n")
-    return [*(folder / f"{name}.parquet" for name in tables), place, *figures]
+    write_whole(file, strict_json({**summary, **cut, "settings": settings, "files": files}) + "\n")
+    return [*(folder / f"{name}.parquet" for name in tables), file, *figures]
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

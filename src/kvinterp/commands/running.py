@@ -224,7 +224,7 @@ def write(
         summary["reading"] = experiment.sentences(result)
     files_too = "png" if figures == "png" else "none"
     draw_into = (
-        None if figures == "none" else lambda place: draw(experiment, result, place, files_too)
+        None if figures == "none" else lambda figures_folder: draw(experiment, result, figures_folder, files_too)
     )
     texts, files = result.others or prompts_of(result), files_of(experiment, result)
     result.files = write_result(
@@ -243,11 +243,11 @@ def save(
     """Writes a result that a function gave into a folder; see
     :meth:`kvinterp.common.result.Result.save`.
     """
-    place = folder_named(folder)
-    if check_free(place, experiment.verb(), existing) and is_finished(place, result.settings):
+    path = folder_named(folder)
+    if check_free(path, experiment.verb(), existing) and is_finished(path, result.settings):
         raise unknown("way to treat an existing result", existing, ("error", "overwrite"))
-    write(experiment, place, result.settings, result, figures)
-    return place
+    write(experiment, path, result.settings, result, figures)
+    return path
 
 
 def folder_named(given: Any) -> Path:
@@ -271,15 +271,15 @@ def report(
     existing: str = "error",
 ) -> Path:
     """Writes the page of a result; see :meth:`kvinterp.common.result.Result.report`."""
-    place = folder_named(folder or result.folder or tempfile.mkdtemp(prefix="kvinterp-"))
-    if result.folder is None or result.folder.resolve() != place.resolve() or existing != "error":
-        experiment.save(result, place, existing, "png")
+    path = folder_named(folder or result.folder or tempfile.mkdtemp(prefix="kvinterp-"))
+    if result.folder is None or result.folder.resolve() != path.resolve() or existing != "error":
+        experiment.save(result, path, existing, "png")
     else:
-        draw(experiment, result, place / "figures", "png")
-    page = place / PAGE
+        draw(experiment, result, path / "figures", "png")
+    page = path / PAGE
     if not is_file(page):
         raise InputError(
-            f"there is nothing to show on a page of {str(place)!r}: nothing was measured; see the failures in summary.json."
+            f"there is nothing to show on a page of {str(path)!r}: nothing was measured; see the failures in summary.json."
         )
     return page
 

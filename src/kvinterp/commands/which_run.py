@@ -10,7 +10,7 @@ from typing import Any
 
 from kvinterp.commands.kit import (
     Cell,
-    Made,
+    CellResult,
     OfModel,
     Parts,
     Result,
@@ -18,13 +18,13 @@ from kvinterp.commands.kit import (
     option,
     shared,
 )
-from kvinterp.comparison.sparse_autoencoder import SparseAutoencoder, by_place, load_sae
+from kvinterp.comparison.sparse_autoencoder import SparseAutoencoder, by_hook_point, load_sae
 from kvinterp.comparison.which_run import (
     GENERATE,
     WhichRun,
     which_run,
 )
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.paths import path_named
 from kvinterp.report.forks import fork_parts
 
@@ -58,9 +58,9 @@ class WhichRunWrote(
             path_named(self.run_by)
         self.features()
 
-    def features(self) -> dict[Site, SparseAutoencoder]:
+    def features(self) -> dict[HookPoint, SparseAutoencoder]:
         """The autoencoders, by the site and layer that each names."""
-        return by_place([load_sae(folder) for folder in self.sae])
+        return by_hook_point([load_sae(folder) for folder in self.sae])
 
     def settings(self) -> dict[str, Any]:
         """With what the autoencoders hold instead of their folders' names: one that was trained
@@ -74,7 +74,7 @@ class WhichRunWrote(
             Cell(f"example-{n}", self.held, {"number": n}) for n in range(len(self.prompt_list))
         ]
 
-    def held(self, number: int) -> Made:
+    def held(self, number: int) -> CellResult:
         """One text."""
         prompt = self.prompt_list[number]
         found = which_run(

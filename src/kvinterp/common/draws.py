@@ -27,7 +27,7 @@ def draws(
     """
     # As uint64: in a list with a small number numpy would make a float of a large one, and many
     #     keys would become the same.
-    key_words, place = (
+    key_words, start = (
         np.array([word % 2**64 for word in numbers], dtype=np.uint64) for numbers in (key, counter)
     )
-    return np.random.Generator(np.random.Philox(key=key_words, counter=place)).random(count)
+    return np.random.Generator(np.random.Philox(key=key_words, counter=start)).random(count)

@@ -30,10 +30,12 @@ def check_writable(folder: Path) -> None:
     with explaining_errors(folder):
         with contextlib.suppress(FileNotFoundError):
             folder.lstat()  # An impossible name raises now, not after the work.
-        place = next(
-            place for place in (folder, *folder.parents) if place.exists() or place.is_symlink()
+        existing = next(
+            existing
+            for existing in (folder, *folder.parents)
+            if existing.exists() or existing.is_symlink()
         )
-        with replaced(place / "probe", keep=False):
+        with replaced(existing / "probe", keep=False):
             pass
 
 

@@ -58,24 +58,24 @@ def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]
     return by_name(*plugins)
 
 
-def plugins_read(base: str, place: str = "") -> dict[str, Any]:
+def plugins_read(base: str, package: str = "") -> dict[str, Any]:
     """What :func:`plugins_of` finds, with fields and docstrings, read from the source: no plugin is
     imported, nor torch.
 
     Args:
         base: The import name of the class that they derive from, as in
             ``kvinterp.policies.base:Policy``.
-        place: The import name of the package, or of the one module, that has them. Default: that of
+        package: The import name of the package, or of the one module, that has them. Default: that of
             ``base``.
     """
     module, _, name = base.partition(":")
-    place = place or module.removesuffix(".base")
-    file = file_of(place)
+    package = package or module.removesuffix(".base")
+    file = file_of(package)
     folder = [str(file.parent)] if file.name == "__init__.py" else []
     files = [each.name for each in pkgutil.iter_modules(folder) if each.name not in MADE_OF]
     kinds = [
         kind
-        for part in ([f"{place}.{file}" for file in files] or [place])
+        for part in ([f"{package}.{file}" for file in files] or [package])
         for kind in source(part).classes()
     ]
     # By its name: what is imported already is another class than what is read.

@@ -31,7 +31,7 @@ log = logging.getLogger("kvinterp")
 
 CELLS = ".cells"
 """The folder of the cells of unfinished runs, in the folder of their result."""
-Made = tuple[dict[str, pd.DataFrame], dict[str, Any]]
+CellResult = tuple[dict[str, pd.DataFrame], dict[str, Any]]
 """The content of a cell: tables by name, and further plain JSON values."""
 
 _ABOUT, _SETTINGS = "about", b"settings"
@@ -51,7 +51,7 @@ class Store:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self.folder, self._settings = folder, strict_json(settings).encode()
-        self._place = folder / CELLS / hashlib.sha256(self._settings).hexdigest()[:16]
+        self._cells = folder / CELLS / hashlib.sha256(self._settings).hexdigest()[:16]
 
     def keep(
         self, key: str, tables: Mapping[str, pd.DataFrame], about: Mapping[str, Any] | None = None
@@ -69,14 +69,14 @@ class Store:
         }
         cell = pa.table(columns).replace_schema_metadata({_SETTINGS: self._settings})
         write_whole(
-            self._place / f"{key}.parquet",
+            self._cells / f"{key}.parquet",
             lambda file: pq.write_table(cell, file, compression="NONE"),
         )
 
-    def read(self, key: str) -> Made | None:
+    def read(self, key: str) -> CellResult | None:
         """Reads the content of a cell; None where there is none that can be read."""
         try:
-            (cell,) = _opened(self._place / f"{key}.parquet").read().to_pylist()
+            (cell,) = _opened(self._cells / f"{key}.parquet").read().to_pylist()
             about = json.loads(cell.pop(_ABOUT))
             return {
                 name: pd.read_parquet(io.BytesIO(content)) for name, content in cell.items()
@@ -91,9 +91,9 @@ class Store:
 
     def say_others(self) -> None:
         """Logs that cells of other settings are not used, and which settings differ."""
-        for place in sorted((self.folder / CELLS).glob("*")):
-            cell = next(place.glob("*.parquet"), None)
-            if place == self._place or cell is None:
+        for other in sorted((self.folder / CELLS).glob("*")):
+            cell = next(other.glob("*.parquet"), None)
+            if other == self._cells or cell is None:
                 continue
             with contextlib.suppress(OSError, ValueError, KeyError, pa.ArrowException):
                 settings = _opened(cell).schema_arrow.metadata[_SETTINGS]

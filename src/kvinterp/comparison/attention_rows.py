@@ -93,12 +93,12 @@ class AttentionRows:
             same_text: Whether both paths hold the same text after a flip too.
         """
         ranks = []
-        for place, step in enumerate(steps):
+        for index, step in enumerate(steps):
             if step not in self._undecided:
                 return
             marks, flips = self._undecided.pop(step)
             out = marks < 0 if same_text else marks != 0
-            rank = kl[place].nan_to_num(nan=-1.0).masked_fill(out, -1.0)
+            rank = kl[index].nan_to_num(nan=-1.0).masked_fill(out, -1.0)
             ranks.append(
                 rank if flips is None else rank.masked_fill(flips & (marks >= 0), torch.inf)
             )

@@ -157,23 +157,23 @@ class CacheErrors:
         rows = [self.layers.index(layer) for layer in labels["layer"]]
         for number, tensor in enumerate(labels["tensor"]):
             summed, most = (part[:, number] for part in errors)
-            place = (tensor, len(labels["kv_head"]))
-            if place not in self._sums:
-                self._sums[place] = _Sums(len(self.layers), summed)
-            self._sums[place].add(rows, start, summed, most, marks)
+            key = (tensor, len(labels["kv_head"]))
+            if key not in self._sums:
+                self._sums[key] = _Sums(len(self.layers), summed)
+            self._sums[key].add(rows, start, summed, most, marks)
 
     def positions(self, examples: Sequence[int], heads: Sequence[int]) -> pd.DataFrame:
         """The table by position, and by before or after the flip, over the steps from 1 on."""
         table = Table((*_POSITION, "after_flip"), VALUES)
         for (tensor, count), sums in self._sums.items():
-            places = {
+            labels = {
                 "layer": self.layers,
                 "example": examples,
                 "kv_head": heads[:count],
                 "after_flip": [0, 1],
             }
             table.add(
-                {**places, "tensor": [tensor], "position": np.arange(sums.capacity)}, sums.means()
+                {**labels, "tensor": [tensor], "position": np.arange(sums.capacity)}, sums.means()
             )
         frame = table.frame()
         return frame[frame["vectors"] > 0].astype({"after_flip": bool}).reset_index(drop=True)
@@ -233,4 +233,4 @@ def _slices(indices: Sequence[int], count: int) -> list[tuple[Any, Any]]:
     """
     if list(indices) == list(range(count)):
         return [(slice(None), slice(None))]
-    return [(index, place) for place, index in enumerate(indices)]
+    return [(index, slot) for slot, index in enumerate(indices)]

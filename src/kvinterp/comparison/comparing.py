@@ -28,9 +28,9 @@ from kvinterp.comparison.tables import Differences
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located, shown
 from kvinterp.models import Adapter, dtype_named, wrap
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.caches import MadeBy, Named
-from kvinterp.models.hook_names import Names, names_of, places_of, sites_of
+from kvinterp.models.hook_names import Names, hook_points_of, names_of, sites_of
 from kvinterp.models.inputs import checked_continuation, chosen_layers, encode, listed
 from kvinterp.models.positions import counted
 from kvinterp.models.provenance import provenance
@@ -43,7 +43,7 @@ from kvinterp.paths.finite import first_nonfinite
 from kvinterp.paths.prompt import PromptDifference, prompt_difference, rows_null
 from kvinterp.paths.sampling import Drawing
 from kvinterp.paths.vocabulary import end_tokens
-from kvinterp.policies import Identity, Place
+from kvinterp.policies import CacheRows, Identity
 from kvinterp.policies.size import cache_bytes
 from kvinterp.recording import SiteHook
 
@@ -198,17 +198,19 @@ def compare_each(
         own_threads(adapter),
     ):
         compressed = _compressed(adapter, both, tokens[0], how.max_new_tokens) if tokens else {}
-        sites, places = places_of(
+        sites, hook_points = hook_points_of(
             adapter, _sites_to_compare(adapter, how.record, layers, compressed), layers
         )
         layers = (
-            sorted({layer for _, layer in places}) if places else chosen_layers(adapter, layers)
+            sorted({layer for _, layer in hook_points})
+            if hook_points
+            else chosen_layers(adapter, layers)
         )
         if sites and lanes != (Runner, Runner):
             raise InputError(
                 f"lanes of their own were given, which show no site, with record={how.record!r}: pass record=''."
             )
-        pair = _Pair(adapter, both, how, places, layers, lanes, compressed)
+        pair = _Pair(adapter, both, how, hook_points, layers, lanes, compressed)
         with counting(len(tokens), "comparing", "prompt", how.progress) as bar:
 
             def work(batch: Sequence[int]) -> list[None]:
@@ -251,7 +253,7 @@ class _Pair:
     paths: tuple[ExecutionPath, ExecutionPath]
     how: Any
     """The settings, by the names of :func:`compare`."""
-    places: Sequence[Site]
+    hook_points: Sequence[HookPoint]
     layers: Sequence[int]
     lanes: tuple[Callable[..., Any], Callable[..., Any]]
     compressed: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -261,7 +263,7 @@ class _Pair:
         self.targets = [self.adapter.at(dtype_named(path.dtype)) for path in self.paths]
         for target in self.targets:
             _NewestRows(
-                target, self.places
+                target, self.hook_points
             )  # Raises what a model cannot give, before anything runs.
         sides = dict(zip("ab", self.paths, strict=True))
         self.provenance = provenance(
@@ -272,7 +274,7 @@ class _Pair:
             seed=self.how.seed,
             derived=[
                 site
-                for site in dict.fromkeys(site for site, _ in self.places)
+                for site in dict.fromkeys(site for site, _ in self.hook_points)
                 if any(t.derives(site) for t in self.targets)
             ],
             lets_go=[side for side, path in sides.items() if path.policy.evicts],
@@ -317,7 +319,7 @@ class _Pair:
         if forced is not None:
             length = min(length, len(forced) + 1)
         forced = fed_to_all(forced, 2, len(prompts), prompt.device)
-        newest = [_NewestRows(target, self.places) for target in self.targets]
+        newest = [_NewestRows(target, self.hook_points) for target in self.targets]
         heads = range(facts.query_heads), range(facts.kv_heads)
         differences = Differences(self.layers, *heads, how.cache_errors, how.protocol == "matched")
         collected, probabilities, unequal = Collected(), list[Tensor](), list[int]()
@@ -417,17 +419,17 @@ class _Pair:
 class _NewestRows(SiteHook):
     """Keeps the tensors of the newest position, and whole caches, until the next step begins."""
 
-    def __init__(self, adapter: Adapter, places: Sequence[Site]) -> None:
-        super().__init__(adapter, places, "newest", evicted="spread")
-        self.architecture, self.tensors = adapter.facts.architecture, dict[Site, Tensor]()
+    def __init__(self, adapter: Adapter, hook_points: Sequence[HookPoint]) -> None:
+        super().__init__(adapter, hook_points, "newest", evicted="spread")
+        self.architecture, self.tensors = adapter.facts.architecture, dict[HookPoint, Tensor]()
 
     def begin_step(self, step: int) -> None:
         """Forgets the tensors of the step before."""
         self.tensors.clear()
 
-    def rows_left(self, place: Place, rows: Tensor) -> None:
+    def rows_left(self, cache_rows: CacheRows, rows: Tensor) -> None:
         """Keeps the positions of the rows."""
-        self.tensors[ROWS, place.layer] = rows.to(self._device)
+        self.tensors[ROWS, cache_rows.layer] = rows.to(self._device)
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Keeps the newest row, or all rows of a cache site.

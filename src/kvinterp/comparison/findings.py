@@ -462,10 +462,10 @@ def _kv_by_position(comparison: Comparison) -> list[Panel]:
     )
     positions = range(table["position"].min(), table["position"].max() + 1)
     # Positions that the two paths never both held stay in the chart, without a value.
-    places = pd.MultiIndex.from_product(
+    cells = pd.MultiIndex.from_product(
         [table["tensor"].unique(), table["layer"].unique(), positions], names=keys
     )
-    table = table.set_index([*keys]).reindex(places).reset_index()
+    table = table.set_index([*keys]).reindex(cells).reset_index()
     return [Panel(table, "position", "layer", "map", "error", facet="tensor", columns=1, label="mean relative error",
                   level=prompt if prompt in positions else None,
                   xlabel=f"absolute cache position (prompt {example['example']}; white: exactly equal)")]  # fmt: skip

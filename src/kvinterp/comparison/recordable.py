@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.models.hook_names import hook_of, listed_names, places_of
+from kvinterp.models.hook_names import hook_of, hook_points_of, listed_names
 from kvinterp.models.sites import CACHE_SITES, VECTOR_SITES, expand_sites
 from kvinterp.recording import SiteHook
 
@@ -50,4 +50,4 @@ def recordable(
 
 
 def _check(adapter: Adapter, sites: Sequence[str], layers: Sequence[int]) -> None:
-    SiteHook(adapter, places_of(adapter, sites, layers)[1])
+    SiteHook(adapter, hook_points_of(adapter, sites, layers)[1])

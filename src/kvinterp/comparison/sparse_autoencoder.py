@@ -24,7 +24,7 @@ from kvinterp.common.checks import check_instance
 from kvinterp.common.files import bytes_of, is_file, strict_json
 from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.hashing import weights_hash
 from kvinterp.models.hook_names import hook_of
 
@@ -79,7 +79,7 @@ class SparseAutoencoder(nn.Module):
         self.threshold = nn.Parameter(torch.zeros(features)) if architecture == "jumprelu" else None
 
     @property
-    def place(self) -> Site | None:
+    def hook_point(self) -> HookPoint | None:
         """The site and layer, by the hook that the metadata name; None where they name none."""
         found = hook_of(self.metadata.get("hook_name"))
         return None if found is None or found[1] is None else (found[0], found[1])
@@ -181,22 +181,22 @@ def load_sae(folder: str | Path) -> SparseAutoencoder:
     return sae.eval().requires_grad_(False)
 
 
-def by_place(saes: Sequence[SparseAutoencoder]) -> dict[Site, SparseAutoencoder]:
+def by_hook_point(saes: Sequence[SparseAutoencoder]) -> dict[HookPoint, SparseAutoencoder]:
     """Autoencoders by the site and layer that each names, as :func:`kvinterp.which_run` takes them.
 
     Raises:
         InputError: One names no hook, or two name the same.
     """
-    found: dict[Site, SparseAutoencoder] = {}
+    found: dict[HookPoint, SparseAutoencoder] = {}
     for sae in saes:
-        if sae.place is None or sae.place in found:
+        if sae.hook_point is None or sae.hook_point in found:
             why = (
                 "names no hook"
-                if sae.place is None
+                if sae.hook_point is None
                 else f"is the second of {sae.metadata['hook_name']}"
             )
             raise InputError(
-                f"an autoencoder {why}: give features={{('resid_post', 3): sae}} to kv.which_run, each at a place of its own."
+                f"an autoencoder {why}: give features={{('resid_post', 3): sae}} to kv.which_run, each at another hook point."
             )
-        found[sae.place] = sae
+        found[sae.hook_point] = sae
     return found

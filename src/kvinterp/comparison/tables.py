@@ -23,7 +23,7 @@ from kvinterp.common.shapes import Flag, Measure
 from kvinterp.comparison.attention_rows import COLUMNS, AttentionRows
 from kvinterp.comparison.cache_errors import CacheErrors, Span
 from kvinterp.comparison.table import Table
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.sites import ROWS, VECTOR_SITES
 
 _CACHED = {"cache_k": "K", "cache_k_pre": "K before RoPE", "cache_v": "V"}
@@ -142,7 +142,7 @@ class Differences:
         examples: Sequence[int],
         end: int,
         logits: tuple[Tensor, Tensor],
-        tensors: tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]],
+        tensors: tuple[Mapping[HookPoint, Tensor], Mapping[HookPoint, Tensor]],
         marks: Tensor,
         flips: Tensor | None = None,
     ) -> None:
@@ -208,7 +208,7 @@ class Differences:
         examples: Sequence[int],
         end: int,
         layers_of: Mapping[str, list[int]],
-        tensors: tuple[Mapping[Site, Tensor], Mapping[Site, Tensor]],
+        tensors: tuple[Mapping[HookPoint, Tensor], Mapping[HookPoint, Tensor]],
         marks: Tensor,
     ) -> Iterator[_Piece]:
         # A sliding window may hold fewer positions on one path: the newest ones, so both are cut to

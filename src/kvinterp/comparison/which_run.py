@@ -25,8 +25,8 @@ from kvinterp.common.result import Contents, Result, signed
 from kvinterp.comparison.which_run_findings import charts_of_runs, headline_of_runs, rows_of_runs
 from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.attaching import Site
-from kvinterp.models.hook_names import place_of, places_of
+from kvinterp.models.attaching import HookPoint
+from kvinterp.models.hook_names import hook_point_of, hook_points_of
 from kvinterp.models.inputs import encode_all
 from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import LAYOUTS, ROWS
@@ -134,7 +134,7 @@ class WhichRun(Result):
         forks = forks.sort_values(["times", "relative_l2"], ascending=False, kind="stable")
         table = forks.groupby(["example", "position", "part"], sort=False, as_index=False)
         points = table.agg(
-            places=("site", "size"), first_layer=("layer", "min"), relative_l2=("relative_l2", "first"),
+            hook_points=("site", "size"), first_layer=("layer", "min"), relative_l2=("relative_l2", "first"),
             limit=("limit", "first"), site=("site", "first"), layer=("layer", "first"),
         )  # fmt: skip
         return points.reset_index(drop=True)
@@ -185,30 +185,32 @@ def which_run(
     tokens = encode_all(adapter, prompts, max_new_tokens)
     readings = _readings(adapter, layers, top, probes, features)
     names = list(dict.fromkeys([*_sites(adapter), *(site for site, _ in readings)]))
-    _, places = places_of(adapter, names, layers)
-    places = list(dict.fromkeys([*places, *readings]))
+    _, hook_points = hook_points_of(adapter, names, layers)
+    hook_points = list(dict.fromkeys([*hook_points, *readings]))
     path = run if run == GENERATE else path_named(cast(Any, run))
     distances, readouts, texts = [], [], []
     with own_threads(adapter), torch.no_grad(), adapter.one_call():
         for example, prompt in enumerate(tokens, first):
             with within():
-                wrote = _wrote(adapter, prompt, path, places, max_new_tokens)
+                wrote = _wrote(adapter, prompt, path, hook_points, max_new_tokens)
             fed = wrote.text[: len(wrote.positions)]
             more = fed[: adapter.facts.context - len(fed)]
-            alone, longer = (_recomputed(adapter, text, places) for text in (fed, fed + more))
+            alone, longer = (_recomputed(adapter, text, hook_points) for text in (fed, fed + more))
             texts.append(
                 _positions(wrote).assign(example=example, text=_shown_tokens(adapter, fed))
             )
-            for place in places:
+            for hook_point in hook_points:
                 rows = [
-                    _rows(tensor, place[0], len(fed))
-                    for tensor in (wrote[place], alone[place], longer[place])
+                    _rows(tensor, hook_point[0], len(fed))
+                    for tensor in (wrote[hook_point], alone[hook_point], longer[hook_point])
                 ]
-                base = _positions(wrote).assign(example=example, site=place[0], layer=place[1])
+                base = _positions(wrote).assign(
+                    example=example, site=hook_point[0], layer=hook_point[1]
+                )
                 # A text that fills the context leaves no room for a null.
                 apart, null = _apart(rows[0], rows[1]), _apart(rows[2], rows[1]) if more else np.nan
                 distances.append(base.assign(relative_l2=apart, null=null))
-                for readout, change in readings.get(place, ()):
+                for readout, change in readings.get(hook_point, ()):
                     seen = (change(rows[0], rows[1]), change(rows[2], rows[1]))
                     changed, control = (shares.double().cpu().numpy() for shares in seen)
                     readouts.append(
@@ -245,13 +247,13 @@ def _wrote(
     adapter: Adapter,
     prompt: Sequence[int],
     path: str | ExecutionPath,
-    places: Sequence[Site],
+    hook_points: Sequence[HookPoint],
     steps: int,
 ) -> Generation:
     """The run that wrote the text."""
     sites, layers = (
-        list(dict.fromkeys(site for site, _ in places)),
-        sorted({layer for _, layer in places}),
+        list(dict.fromkeys(site for site, _ in hook_points)),
+        sorted({layer for _, layer in hook_points}),
     )
     if isinstance(path, str):
         return generated(adapter, prompt, sites, layers, max_new_tokens=steps)[0]
@@ -264,20 +266,22 @@ def _wrote(
     trace = run(adapter, list(prompt), path, **how)
     count, cut = len(trace.prompt) + len(trace.fed), len(trace.prompt)
     if path.form == "recompute":
-        records: Mapping[Site, Tensor] = {place: rows[-1] for place, rows in trace.records.items()}
+        records: Mapping[HookPoint, Tensor] = {
+            hook_point: rows[-1] for hook_point, rows in trace.records.items()
+        }
     else:
         passes = [Pass(0, cut, 0), *(Pass(at, at + 1, at) for at in range(cut, count))]
         pieces = {
-            place: [tensor[None] for tensor in rows]
-            for place, rows in _by_position(trace.records, passes).items()
+            hook_point: [tensor[None] for tensor in rows]
+            for hook_point, rows in _by_position(trace.records, passes).items()
         }
         records = Stitched(pieces.__getitem__, list(pieces), passes, 0, (0, count))
     return Generation(trace.prompt, trace.tokens, records, tuple(range(count)), str(path))
 
 
 def _by_position(
-    records: Mapping[Site, list[Tensor]], passes: Sequence[Pass]
-) -> Mapping[Site, list[Tensor]]:
+    records: Mapping[HookPoint, list[Tensor]], passes: Sequence[Pass]
+) -> Mapping[HookPoint, list[Tensor]]:
     """Patterns with a key at each position: where a policy dropped rows, those that are left lie
     side by side.
     """
@@ -301,16 +305,16 @@ def _by_position(
 
 
 def _recomputed(
-    adapter: Adapter, text: Sequence[int], places: Sequence[Site]
-) -> Mapping[Site, Tensor]:
+    adapter: Adapter, text: Sequence[int], hook_points: Sequence[HookPoint]
+) -> Mapping[HookPoint, Tensor]:
     """What one forward without a cache computes over a text."""
     sites, layers = (
-        list(dict.fromkeys(site for site, _ in places)),
-        sorted({layer for _, layer in places}),
+        list(dict.fromkeys(site for site, _ in hook_points)),
+        sorted({layer for _, layer in hook_points}),
     )
     with record(adapter, sites, layers, positions="all") as seen, adapter.own_state([]):
         adapter.forward(torch.tensor([text], device=adapter.device))
-    return {place: tensors[0][0] for place, tensors in seen.kept.items()}
+    return {hook_point: tensors[0][0] for hook_point, tensors in seen.kept.items()}
 
 
 def _rows(tensor: Tensor, site: str, count: int) -> Tensor:
@@ -351,24 +355,24 @@ def _readings(
     top: int,
     probes: Mapping[Any, Tensor] | None,
     features: Mapping[Any, Encoder] | None,
-) -> dict[Site, list[tuple[str, Change]]]:
+) -> dict[HookPoint, list[tuple[str, Change]]]:
     """What is read off each site and layer."""
-    _, places = places_of(adapter, _sites(adapter), layers)
-    found: dict[Site, list[tuple[str, Change]]] = {}
-    for place in places:
-        if place[0] == "post":
-            found.setdefault(place, []).append((f"top {top} neurons", _top_changed(top)))
-        if place[0] == "pattern":
-            found.setdefault(place, []).append(("argmax of a head", _argmax_changed))
+    _, hook_points = hook_points_of(adapter, _sites(adapter), layers)
+    found: dict[HookPoint, list[tuple[str, Change]]] = {}
+    for hook_point in hook_points:
+        if hook_point[0] == "post":
+            found.setdefault(hook_point, []).append((f"top {top} neurons", _top_changed(top)))
+        if hook_point[0] == "pattern":
+            found.setdefault(hook_point, []).append(("argmax of a head", _argmax_changed))
     if probes is None:
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randn(PROBES, adapter.facts.width, generator=generator, dtype=torch.float64)
-        probes = {place: drawn for place in places if place[0] == "resid_post"}
+        probes = {hook_point: drawn for hook_point in hook_points if hook_point[0] == "resid_post"}
         name = "sign of a random probe"
     else:
         name = "sign of a probe"
     for key, directions in probes.items():
-        found.setdefault(_place(adapter, key, "probes"), []).append(
+        found.setdefault(_hook_point(adapter, key, "probes"), []).append(
             (name, _signs_changed(directions))
         )
     for key, encoder in (features or {}).items():
@@ -378,25 +382,25 @@ def _readings(
                 encoder,
                 "by site and layer an object with encode(x), such as SAELens's SAE",
             )
-        found.setdefault(_place(adapter, key, "features"), []).append(
+        found.setdefault(_hook_point(adapter, key, "features"), []).append(
             ("feature that fires", _features_changed(encoder))
         )
     return found
 
 
-def _place(adapter: Adapter, key: Any, what: str) -> Site:
-    place = place_of(key)
+def _hook_point(adapter: Adapter, key: Any, what: str) -> HookPoint:
+    hook_point = hook_point_of(key)
     if (
-        not (isinstance(place, tuple) and len(place) == 2)
-        or place[0] not in LAYOUTS
-        or not LAYOUTS[place[0]].gathers
+        not (isinstance(hook_point, tuple) and len(hook_point) == 2)
+        or hook_point[0] not in LAYOUTS
+        or not LAYOUTS[hook_point[0]].gathers
     ):
         raise InputError(
             f"{what} were given for {shown(key)}: expected a site with a vector at each position and a layer, such as "
             "('resid_post', 3), or a hook such as 'blocks.3.hook_resid_post'."
         )
-    places_of(adapter, [place[0]], [place[1]])
-    return cast(Site, place)
+    hook_points_of(adapter, [hook_point[0]], [hook_point[1]])
+    return cast(HookPoint, hook_point)
 
 
 def _top_changed(top: int) -> Change:

@@ -21,7 +21,7 @@ from kvinterp.common.numbers import listed
 from kvinterp.engines.numbers import FEWEST, TINY, Tokens, alike, grid_of
 from kvinterp.engines.ours import TRUTH, Ours, Row
 from kvinterp.engines.ways import PRECISIONS, WEIGHTS, Way, nulls
-from kvinterp.engines.where import Null, Where, falls_along, place
+from kvinterp.engines.where import Null, Where, falls_along, find_where
 from kvinterp.errors import InputError
 from kvinterp.recording.engine_path import ROUNDED, EnginePath, positive
 
@@ -391,7 +391,7 @@ class Distance:
             return
         noise = self.between(own, self.truth)
         null = Null(noise, limits["spread"], limits["null_max"] * float(noise.max()))
-        where = place(self.tokens, [len(path.prompt) for path in self.paths], self.gap, null)
+        where = find_where(self.tokens, [len(path.prompt) for path in self.paths], self.gap, null)
         self.placed, self.begins, self.where = where, where.first, where.said
         prompts = np.array([len(path.prompt) for path in self.paths])
         cuts = prompts[self.tokens.sequence]

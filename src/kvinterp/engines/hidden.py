@@ -20,7 +20,7 @@ from kvinterp.common.numbers import listed, number
 from kvinterp.engines.matching import listed_lines, match_sites
 from kvinterp.engines.ways import PRECISIONS, Way, changed, nulls
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.recording import Trace, record
 
 SITES = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
@@ -80,20 +80,22 @@ def with_hidden_states(
     )  # fmt: skip
 
 
-def _given(adapter: Adapter, trace: Trace) -> tuple[dict[Site, Tensor], list[str]]:
+def _given(adapter: Adapter, trace: Trace) -> tuple[dict[HookPoint, Tensor], list[str]]:
     """The arrays of the residual stream's width, ``[step, width]``, and the names of the others."""
     width = adapter.facts.width
-    arrays, left = dict[Site, Tensor](), list[str]()
-    for place, rows in trace.records.items():
+    arrays, left = dict[HookPoint, Tensor](), list[str]()
+    for hook_point, rows in trace.records.items():
         fits = bool(rows) and all(row.dim() == 1 and len(row) == width for row in rows)
         if fits:
-            arrays[place] = torch.stack(list(rows))
+            arrays[hook_point] = torch.stack(list(rows))
         else:
-            left.append(f"{place[0]} of layer {place[1]}")
+            left.append(f"{hook_point[0]} of layer {hook_point[1]}")
     return arrays, left
 
 
-def _states(adapter: Adapter, trace: Trace, way: Way, sites: Sequence[str]) -> dict[Site, Tensor]:
+def _states(
+    adapter: Adapter, trace: Trace, way: Way, sites: Sequence[str]
+) -> dict[HookPoint, Tensor]:
     """Our own states along a way at the positions of the trace's steps, from one forward without a
     cache.
     """
@@ -103,11 +105,11 @@ def _states(adapter: Adapter, trace: Trace, way: Way, sites: Sequence[str]) -> d
     with changed(model.model, cut, way), record(model, list(sites), positions="all") as kept:
         model.forward(tokens)
     rows = torch.tensor([cut - 1 + step for step in trace.steps])
-    return {place: kept[place][0].cpu()[rows].double() for place in kept}
+    return {hook_point: kept[hook_point][0].cpu()[rows].double() for hook_point in kept}
 
 
 def _judged(
-    adapter: Adapter, trace: Trace, given: Mapping[Site, Tensor], precision: Way
+    adapter: Adapter, trace: Trace, given: Mapping[HookPoint, Tensor], precision: Way
 ) -> tuple[str, str, int | None, str]:
     """Returns word ("" where they pass), sentence, and the first layer and site that is off."""
     sites = [site for site in SITES if adapter.supports(site)]
@@ -116,7 +118,11 @@ def _judged(
     wrong = matches[(matches["named"] != "yes") & (matches["sure"] == "yes")]
     if len(wrong):
         where = min(
-            (place for place in given if f"{place[0]} {place[1]}" in set(wrong["theirs"])),
+            (
+                hook_point
+                for hook_point in given
+                if f"{hook_point[0]} {hook_point[1]}" in set(wrong["theirs"])
+            ),
             key=lambda p: p[1],
         )
         return "misaligned", " ".join(listed_lines(wrong)), where[1], where[0]
@@ -124,15 +130,19 @@ def _judged(
     plain = [way for way in (precision, *others, *fewer) if not way.path and way.fed == "whole"]
     own = [_states(adapter, trace, way, sites) for way in plain]
 
-    def error(rows: Tensor, place: Site) -> float:
-        return float((rows.double() - exact[place]).norm() / exact[place].norm())
+    def error(rows: Tensor, hook_point: HookPoint) -> float:
+        return float((rows.double() - exact[hook_point]).norm() / exact[hook_point].norm())
 
     table = [
-        (place, error(rows, place), max(error(states[place], place) for states in own))
-        for place, rows in sorted(
+        (
+            hook_point,
+            error(rows, hook_point),
+            max(error(states[hook_point], hook_point) for states in own),
+        )
+        for hook_point, rows in sorted(
             given.items(), key=lambda pair: (pair[0][1], ORDER.get(pair[0][0], 0))
         )
-        if place in exact
+        if hook_point in exact
     ]
     off = [row for row in table if not row[1] <= row[2]]
     n = f"n = {len(trace.steps)} rows of {len(table)} arrays in {precision.name}"
@@ -143,8 +153,9 @@ def _judged(
             f"its length, where the furthest of our nulls is {number(limit)} ({n})"
         )
         return "unexplained", said, layer, site
-    place, mine, limit = max(table, key=lambda row: row[1] / max(row[2], 1e-300))
+    hook_point, mine, limit = max(table, key=lambda row: row[1] / max(row[2], 1e-300))
     return "", (
-        f"all {len(table)} arrays are what their names say, to rounding: the furthest, {place[0]} of layer {place[1]}, is "
+        f"all {len(table)} arrays are what their names say, to rounding: the furthest, "
+        f"{hook_point[0]} of layer {hook_point[1]}, is "
         f"{number(mine)} of its length off, where the furthest of our nulls is {number(limit)} ({n})"
     ), None, ""  # fmt: skip

@@ -339,11 +339,11 @@ def _token_table(
     """Puts every token beside our log-prob of it, a row each; NaN where one of the two has none."""
     frames = []
     for path, ours in zip(paths, rows, strict=True):
-        place = np.arange(len(path.ids))
+        index = np.arange(len(path.ids))
         frame = {
             "sequence": path.id,
-            "position": place,
-            "part": np.where(place < len(path.prompt), "prompt", "tokens"),
+            "position": index,
+            "part": np.where(index < len(path.prompt), "prompt", "tokens"),
             "token": path.ids,
             "engine": path.chosen,
             "ours": ours,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvinterp.common.numbers import listed, number
 from kvinterp.errors import InputError, shown
-from kvinterp.models.hook_names import place_of
+from kvinterp.models.hook_names import hook_point_of
 from kvinterp.recording import Trace
 
 LEVEL = 1e-3
@@ -87,9 +87,11 @@ def _arrays(given: Any, what: str) -> dict[str, Tensor]:
             f"{what} is {shown(given)}: expected a trace that recorded sites, or arrays by name."
         )
     arrays = {}
-    for place, values in records.items():
-        place = place_of(place) if isinstance(place, str) else place
-        name = f"{place[0]} {place[1]}" if isinstance(place, tuple) else str(place)
+    for hook_point, values in records.items():
+        hook_point = hook_point_of(hook_point) if isinstance(hook_point, str) else hook_point
+        name = (
+            f"{hook_point[0]} {hook_point[1]}" if isinstance(hook_point, tuple) else str(hook_point)
+        )
         try:
             array = (
                 torch.stack(list(values)) if isinstance(values, list) else torch.as_tensor(values)
@@ -278,7 +280,11 @@ def misnamed(ours: Trace, theirs: Trace) -> list[str]:
     its name.
     """
     records = [
-        {place: rows for place, rows in trace.records.items() if rows and rows[0].dim() == 1}
+        {
+            hook_point: rows
+            for hook_point, rows in trace.records.items()
+            if rows and rows[0].dim() == 1
+        }
         for trace in (ours, theirs)
     ]
     if not all(records):

@@ -48,12 +48,12 @@ class Tokens:
     @classmethod
     def of(cls, paths: Sequence[EnginePath]) -> Tokens:
         """Gathers what all paths have behind the first position."""
-        places = [np.flatnonzero(np.isfinite(path.chosen[1:])) + 1 for path in paths]
+        positions = [np.flatnonzero(np.isfinite(path.chosen[1:])) + 1 for path in paths]
         engine = np.concatenate(
-            [*(path.chosen[at] for path, at in zip(paths, places, strict=True)), np.array([])]
+            [*(path.chosen[at] for path, at in zip(paths, positions, strict=True)), np.array([])]
         )
-        sequence = np.repeat(np.arange(len(paths)), [len(at) for at in places])
-        return cls(engine, sequence, np.concatenate([*places, np.array([], int)]))
+        sequence = np.repeat(np.arange(len(paths)), [len(at) for at in positions])
+        return cls(engine, sequence, np.concatenate([*positions, np.array([], int)]))
 
     @property
     def run(self) -> np.ndarray:

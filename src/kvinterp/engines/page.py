@@ -119,12 +119,12 @@ def _map(verdict: Verdict) -> Any:
         .max()
     )
     cells.loc[cells["nats"] <= summary["our_mean_distance"], "nats"] = 0.0
-    places = pd.MultiIndex.from_product(
+    whole = pd.MultiIndex.from_product(
         [sorted(cells["sequence"].unique()), range(0, int(cells["position"].max()) + 1, step)]
     )
     cells = (
         cells.set_index(["sequence", "position"])
-        .reindex(places.set_names(["sequence", "position"]))
+        .reindex(whole.set_names(["sequence", "position"]))
         .reset_index()
     )
     panel = Panel(

@@ -20,7 +20,7 @@ from kvinterp.comparison.tables import Differences
 from kvinterp.engines.matching import misnamed
 from kvinterp.engines.two_models import FORWARD, beside_float64
 from kvinterp.errors import InputError
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.paths.vocabulary import padding_of
 from kvinterp.recording import Trace
@@ -151,8 +151,14 @@ def _first_different(a: Trace, b: Trace) -> dict[str, Any]:
     """The first tensor, in the order of the computation, that both recorded with different bits:
     site, layer and error.
     """
-    both = [place for place in a.records if place in b.records and place[0] in FORWARD]
-    for site, layer in sorted(both, key=lambda place: (place[1], FORWARD.index(place[0]))):
+    both = [
+        hook_point
+        for hook_point in a.records
+        if hook_point in b.records and hook_point[0] in FORWARD
+    ]
+    for site, layer in sorted(
+        both, key=lambda hook_point: (hook_point[1], FORWARD.index(hook_point[0]))
+    ):
         if _equal(a, b, (site, layer)):
             continue
         pairs = zip(a.records[site, layer], b.records[site, layer], strict=False)
@@ -176,8 +182,11 @@ def _first_different(a: Trace, b: Trace) -> dict[str, Any]:
     return {}
 
 
-def _equal(a: Trace, b: Trace, place: Site) -> bool:
-    return all(torch.equal(*pair) for pair in zip(a.records[place], b.records[place], strict=False))
+def _equal(a: Trace, b: Trace, hook_point: HookPoint) -> bool:
+    return all(
+        torch.equal(*pair)
+        for pair in zip(a.records[hook_point], b.records[hook_point], strict=False)
+    )
 
 
 _NOT_GIVEN = {
@@ -200,8 +209,8 @@ def _aligned_logprobs(a: Trace, b: Trace, count: int) -> tuple[Tensor, Tensor]:
         logits = trace.logits[:count].cpu().double()  # type: ignore[index]
         if trace.ids is None:
             return logits.log_softmax(-1)
-        places = trace.ids.expand(len(trace.tokens), -1)[:count]
-        return logits.new_full((count, width), torch.nan).scatter(1, places, logits)
+        ids = trace.ids.expand(len(trace.tokens), -1)[:count]
+        return logits.new_full((count, width), torch.nan).scatter(1, ids, logits)
 
     return rows(a), rows(b)
 
@@ -249,7 +258,7 @@ def _check_rows(trace: Trace) -> None:
         )
 
 
-def _tensors_at(trace: Trace, step: int) -> dict[Site, Tensor]:
+def _tensors_at(trace: Trace, step: int) -> dict[HookPoint, Tensor]:
     if step not in trace.steps:
         return {}
     index = trace.steps.index(step)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.common.numbers import number
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.sites import LAYOUTS, VECTOR_SITES
 from kvinterp.paths import path_named, run
 from kvinterp.recording import Trace
@@ -74,22 +74,22 @@ def beside_float64(a: Trace, b: Trace, count: int) -> dict[str, Any]:
             "distances": [],
         }
     sites = [
-        place
-        for place in a.records
-        if place in b.records and place[0] in VECTOR_SITES and place[0] in FORWARD
+        hook_point
+        for hook_point in a.records
+        if hook_point in b.records and hook_point[0] in VECTOR_SITES and hook_point[0] in FORWARD
     ]
     exact = [
         _exact(model, trace, sites, count) for model, trace in zip(models, (a, b), strict=True)
     ]
     rows = [
-        _distance(place, *(_rows(trace, place, count) for trace in (a, b, *exact)))
-        for place in [*sites, ("logits", -1)]
+        _distance(hook_point, *(_rows(trace, hook_point, count) for trace in (a, b, *exact)))
+        for hook_point in [*sites, ("logits", -1)]
     ]
     rows = [row for row in rows if row]
     return {"word": _word(rows), "said": _said(rows, names), "distances": rows, "jump": _jump(rows)}
 
 
-def _exact(model: Any, trace: Trace, sites: list[Site], count: int) -> Trace:
+def _exact(model: Any, trace: Trace, sites: list[HookPoint], count: int) -> Trace:
     """The same path and tokens in float64."""
     path = dataclasses.replace(path_named(trace.path), dtype="float64", cache_dtype=None)
     return run(
@@ -98,14 +98,14 @@ def _exact(model: Any, trace: Trace, sites: list[Site], count: int) -> Trace:
     )  # type: ignore[no-any-return]  # fmt: skip
 
 
-def _rows(trace: Trace, place: Site, count: int) -> Tensor | None:
+def _rows(trace: Trace, hook_point: HookPoint, count: int) -> Tensor | None:
     """``[step, width]`` of a site at the newest position, its heads side by side; the log-probs for
     the logits.
     """
-    if place[0] == "logits":
+    if hook_point[0] == "logits":
         return None if trace.logits is None else trace.logits[:count].double().log_softmax(-1)
     # A record has no axis of the batch, and none of positions where the newest alone was kept.
-    layout, records = LAYOUTS[place[0]], trace.records[place][:count]
+    layout, records = LAYOUTS[hook_point[0]], trace.records[hook_point][:count]
     newest = [
         row.select(layout.rows - 1, -1) if row.dim() == layout.dimensions - 1 else row
         for row in records
@@ -114,7 +114,11 @@ def _rows(trace: Trace, place: Site, count: int) -> Tensor | None:
 
 
 def _distance(
-    place: Site, a: Tensor | None, b: Tensor | None, exact_a: Tensor | None, exact_b: Tensor | None
+    hook_point: HookPoint,
+    a: Tensor | None,
+    b: Tensor | None,
+    exact_a: Tensor | None,
+    exact_b: Tensor | None,
 ) -> dict[str, Any]:
     if (
         a is None
@@ -130,8 +134,8 @@ def _distance(
     size = torch.linalg.vector_norm(b, dim=-1)
     medians = [float(np.median(values.numpy())) for values in (apart, own + other, size)]
     return {
-        "site": place[0],
-        "layer": place[1],
+        "site": hook_point[0],
+        "layer": hook_point[1],
         "apart": medians[0],
         "rounding": medians[1],
         "size": medians[2],

@@ -24,7 +24,7 @@ from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.transformers_cache import text_config
 from kvinterp.paths.model_cache import own_store
 from kvinterp.paths.path import path_named
-from kvinterp.policies import Place, policy_named
+from kvinterp.policies import CacheRows, policy_named
 from kvinterp.recording.engine_path import EnginePath
 
 Attributes = Callable[[nn.Module], Iterable[tuple[Any, str, Any]]]
@@ -398,8 +398,8 @@ def _rope_scale(size: float) -> Way:
 
 def _rope_base(size: float) -> Way:
     def turn(own: Tensor) -> Tensor:
-        places = torch.arange(len(own), dtype=torch.float64, device=own.device) / len(own)
-        return own * (size**-places).to(own)
+        exponents = torch.arange(len(own), dtype=torch.float64, device=own.device) / len(own)
+        return own * (size**-exponents).to(own)
 
     return Way(
         f"RoPE base times {size:.4g}", "bug", attributes=_rope(turn), resized=_rope_base, size=size
@@ -509,13 +509,13 @@ def _masked(hides: Callable[[Tensor, Tensor], Tensor], which: str) -> Hooks:
     return attach
 
 
-def _positions(place: Callable[[Tensor, int], Tensor]) -> Hooks:
+def _positions(move: Callable[[Tensor, int], Tensor]) -> Hooks:
     """Gives the rotary embedding other positions."""
 
     def attach(model: nn.Module, prompt: int) -> Iterator[Any]:
         def moved(value: Any) -> Any:
             whole = isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 2
-            return place(value, prompt) if whole else value
+            return move(value, prompt) if whole else value
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return tuple(map(moved, args)), {name: moved(value) for name, value in kwargs.items()}
@@ -574,7 +574,7 @@ def _round_again(seed: int, units: float) -> Hooks:
 def changed(model: nn.Module, prompt: int, way: Way) -> Iterator[bool]:
     """The model with what a way changes of it, and whether it has what is changed."""
     values = [] if way.attributes is None else [*way.attributes(model)]
-    before = [(place, name, getattr(place, name)) for place, name, _ in values]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
     handles = [] if way.hooks is None else [*way.hooks(model, prompt)]
     try:
         for each in values:
@@ -650,9 +650,9 @@ def logits_of(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
             )
             before = model.model(head, **cache).logits
             for layer, cached in enumerate(cache[model.cache_name].layers):
-                place = Place(layer, 0, prompt, True, prompt=prompt)
+                cache_rows = CacheRows(layer, 0, prompt, True, prompt=prompt)
                 cached.keys, cached.values = policy.read(
-                    *policy.write(cached.keys, cached.values, place), place
+                    *policy.write(cached.keys, cached.values, cache_rows), cache_rows
                 )
             logits = torch.cat([before, model.model(rest, **cache).logits], 1)
         elif way.fed == "apart":

@@ -67,7 +67,7 @@ class Null:
         return self.spread * float(max(self.noise[at].mean(), self.noise.mean()))
 
 
-def place(tokens: Tokens, prompts: Sequence[int], gap: np.ndarray, null: Null) -> Where:
+def find_where(tokens: Tokens, prompts: Sequence[int], gap: np.ndarray, null: Null) -> Where:
     """Finds the smallest of some simple sets of tokens outside which nothing is beyond the null.
 
     Args:
@@ -232,14 +232,14 @@ def _candidates(
         block = tokens.sequence * (2**32) + position // size
         mask = _blocks(block, position, size, gap, null, within)
         if mask is not None:
-            places = np.unique(position[mask] // size)
-            if len(places) == 1:
+            blocks = np.unique(position[mask] // size)
+            if len(blocks) == 1:
                 yield (
-                    f", in positions {places[0] * size} to {(places[0] + 1) * size - 1} alone",
+                    f", in positions {blocks[0] * size} to {(blocks[0] + 1) * size - 1} alone",
                     mask,
                 )
             else:
-                yield f", in blocks of {size}, the first at position {places[0] * size}", mask
+                yield f", in blocks of {size}, the first at position {blocks[0] * size}", mask
 
 
 def falls_along(
@@ -322,7 +322,7 @@ def _blocks(
         return None
     # What begins at a position and stays, or ends at one, is no matter of blocks: most of what lies
     # between has to be right.
-    places = position[mask]
-    hull = within & (position >= places.min()) & (position <= places.max())
-    alone = len(np.unique(places // size)) == 1
+    positions = position[mask]
+    hull = within & (position >= positions.min()) & (position <= positions.max())
+    alone = len(np.unique(positions // size)) == 1
     return mask if alone or mask.sum() <= hull.sum() / 2 else None

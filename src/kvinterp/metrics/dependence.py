@@ -146,25 +146,25 @@ def terciles(
         rows, the t of the same difference with errors that are correlated within clusters
         (statsmodels, ``cov_type="cluster"``). effect: the ratio of the two means.
     """
-    names, place, numbers = columns(clusters, order=order, values=values)
+    names, ordered, numbers = columns(clusters, order=order, values=values)
     n = len(np.unique(names))
     what = "lowest against highest third", n
     if n < 6:
         return Test(*what, why="there are fewer than 6 clusters")
-    early, late = _thirds(place)
+    early, late = _thirds(ordered)
     if (early & late).any() or min(early.sum(), late.sum()) < 2:
         return Test(*what, why="the thirds are not apart: too many are equal in what orders them")
     outer = early | late
-    if n == len(place):
+    if n == len(ordered):
         test = welch(numbers[early], numbers[late])
     else:
         test = slope(early[outer].astype(float), numbers[outer], clusters=names[outer])
     if test.why:
         return Test(*what, why=test.why)
     ends = clustered_interval(
-        _ratio_of_thirds, names, place, numbers, seed=seed, resamples=resamples
+        _ratio_of_thirds, names, ordered, numbers, seed=seed, resamples=resamples
     )
-    return Test(*what, test.statistic, test.p, _ratio_of_thirds(place, numbers), *ends)
+    return Test(*what, test.statistic, test.p, _ratio_of_thirds(ordered, numbers), *ends)
 
 
 def _thirds(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

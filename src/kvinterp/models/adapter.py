@@ -598,11 +598,11 @@ def _check_apart(model: nn.Module, copy: nn.Module, name: str) -> None:
     original module.
     """
     originals = {id(module) for module in model.modules()}
-    for place, module in copy.named_modules():
+    for path, module in copy.named_modules():
         forward = vars(module).get("forward")
         if forward is not None and any(id(value) in originals for value in _closed_over(forward)):
             raise UnsupportedError(
-                f"{name}: the forward of {place or 'the model'} was replaced by a function that holds on to the model itself, "
+                f"{name}: the forward of {path or 'the model'} was replaced by a function that holds on to the model itself, "
                 "so that a copy in another dtype would run this one's weights: change it by a hook (register_forward_hook), "
                 "which is called with its own module, or compare in one dtype."
             )

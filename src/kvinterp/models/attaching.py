@@ -19,7 +19,7 @@ from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.facts import ModelInfo
 from kvinterp.models.hooks import LAST, Closing, Tap, sort_hooks, tap_hooks, wrapping_methods
 
-Site = tuple[str, int]
+HookPoint = tuple[str, int]
 """A site's name and the layer."""
 
 Listener = Callable[[Tensor], "Tensor | None"]
@@ -34,9 +34,9 @@ class Attaching(abc.ABC):
     facts: ModelInfo
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Mapping[Site, Sequence[Listener]], int]] = []
-        self._listeners: list[Mapping[Site, Sequence[Listener]]] = [{}, {}]
-        self._attachments: dict[tuple[Site, int], list[Any]] = {}
+        self._entries: list[tuple[Mapping[HookPoint, Sequence[Listener]], int]] = []
+        self._listeners: list[Mapping[HookPoint, Sequence[Listener]]] = [{}, {}]
+        self._attachments: dict[tuple[HookPoint, int], list[Any]] = {}
         self._calls, self._evaluating = 0, False
 
     @property
@@ -63,15 +63,15 @@ class Attaching(abc.ABC):
         return False
 
     @contextlib.contextmanager
-    def attached(self, places: Sequence[Site], rank: int = 0) -> Iterator[None]:
-        """Hooks the places, while the context lasts; :meth:`listening` adds the listeners.
+    def attached(self, hook_points: Sequence[HookPoint], rank: int = 0) -> Iterator[None]:
+        """Hooks modules, while the context lasts; :meth:`listening` adds the listeners.
 
         Every hook has a handle of torch's, so leaving the context, by an exception too, removes
         exactly the hooks that it made and none of the user's. Nested contexts share a hook, and the
         last one to be left removes it.
 
         Args:
-            places: Sites and layers.
+            hook_points: Sites and layers.
             rank: As for :meth:`listening`.
 
         Raises:
@@ -92,14 +92,14 @@ class Attaching(abc.ABC):
                     "model.eval() first."
                 )
             self._evaluating = self._calls > 0
-        keys: list[tuple[Site, int]] = []
+        keys: list[tuple[HookPoint, int]] = []
         try:
-            for place in dict.fromkeys(places):
+            for hook_point in dict.fromkeys(hook_points):
                 # A change of heads reaches their sum only, so that a second hook on heads would not
                 # see it.
-                key = place, rank if rank and self.tap(*place).side != "heads" else 0
+                key = hook_point, rank if rank and self.tap(*hook_point).side != "heads" else 0
                 if key not in self._attachments:
-                    tap = self.tap(*place)
+                    tap = self.tap(*hook_point)
                     self._attachments[key] = [0, self._attach(*key, tap), tap.module]
                 self._attachments[key][0] += 1
                 keys.append(key)
@@ -113,7 +113,7 @@ class Attaching(abc.ABC):
 
     @contextlib.contextmanager
     def listening(
-        self, listeners: Mapping[Site, Sequence[Listener]], rank: int = 0
+        self, listeners: Mapping[HookPoint, Sequence[Listener]], rank: int = 0
     ) -> Iterator[None]:
         """Sends the tensors of the attached hooks to these listeners, in order.
 
@@ -136,12 +136,12 @@ class Attaching(abc.ABC):
             self._arrange()
 
     def _arrange(self) -> None:
-        """Groups the listeners by the rank of the hook that calls them, and by place."""
-        ranks: list[dict[Site, list[Listener]]] = [{}, {}]
+        """Groups the listeners by the rank of the hook that calls them, and by hook point."""
+        ranks: list[dict[HookPoint, list[Listener]]] = [{}, {}]
         for listeners, rank in sorted(self._entries, key=operator.itemgetter(1)):
-            for place, called in listeners.items():
-                ranks[rank if (place, rank) in self._attachments else 0].setdefault(
-                    place, []
+            for hook_point, called in listeners.items():
+                ranks[rank if (hook_point, rank) in self._attachments else 0].setdefault(
+                    hook_point, []
                 ).extend(called)
         self._listeners = [*ranks]
 
@@ -177,20 +177,20 @@ class Attaching(abc.ABC):
                 if isinstance(handle, Closing):
                     handle.remove()
 
-    def _attach(self, place: Site, rank: int, tap: Tap) -> list[Any]:
+    def _attach(self, hook_point: HookPoint, rank: int, tap: Tap) -> list[Any]:
         def rows() -> str:
-            listeners = self._listeners[rank].get(place, ())
+            listeners = self._listeners[rank].get(hook_point, ())
             newest = all(getattr(listener, "newest_row", False) for listener in listeners)
             return "none" if not listeners else "newest" if newest else "all"
 
         def emit(raw: Tensor) -> Tensor | None:
             changed: Tensor | None = None
-            for listener in self._listeners[rank].get(place, ()):
+            for listener in self._listeners[rank].get(hook_point, ()):
                 new = listener(tap.get(raw) if changed is None else changed)
                 changed = changed if new is None else new
             return None if changed is None else tap.put(raw, changed)
 
-        return tap_hooks(tap, place[0], emit, rows, rank)
+        return tap_hooks(tap, hook_point[0], emit, rows, rank)
 
 
 # Whether a model can be hooked as it is -----------------------------------------------------------

@@ -38,7 +38,7 @@ KeysValues = tuple[
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class CacheRows:
     """The part of the cache that a policy, a recorder or a patch reads.
 
     Attributes:

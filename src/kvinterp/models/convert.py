@@ -144,10 +144,10 @@ def hooked_from_transformers(
         # projections at 0.
         if match := BIAS.fullmatch(key):
             layer, letter = match[1], match[2].upper()
-            place = next(
+            target = next(
                 k for mark in ("", "_") if (k := f"blocks.{layer}.attn.{mark}b_{letter}") in weights
             )
-            weights[place] = bias.reshape(weights[place].shape)
+            weights[target] = bias.reshape(weights[target].shape)
     with device:
         model: Any = model_class(hooked_config, tokenizer=None, move_to_device=False)
     if hooked_config.num_experts:

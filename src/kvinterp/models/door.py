@@ -68,8 +68,8 @@ def _config_of_gguf(file: Path, name: str) -> Any:
 
     header = header_of(file)
     try:
-        with pretrained_arguments(file) as (place, gguf):
-            config = AutoConfig.from_pretrained(place, **gguf)
+        with pretrained_arguments(file) as (path, gguf):
+            config = AutoConfig.from_pretrained(path, **gguf)
     except ValueError as error:
         if "architecture" not in str(error):
             raise
@@ -157,7 +157,7 @@ def load_weights(
     from transformers import AutoModelForCausalLM
 
     loader: Any = model_class or AutoModelForCausalLM
-    with pretrained_arguments(source) as (place, gguf), contextlib.ExitStack() as stack:
+    with pretrained_arguments(source) as (path, gguf), contextlib.ExitStack() as stack:
         if gguf:
             from transformers import GgufConfig
 
@@ -165,7 +165,7 @@ def load_weights(
             # transformers draws a progress bar there that no option switches off.
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         model, report = loader.from_pretrained(
-            place,
+            path,
             use_safetensors=True,
             trust_remote_code=remote_code == "trust",
             output_loading_info=True,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvinterp.errors import InputError, shown, unexpected, unknown
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import LAYOUTS, WITHIN_MLP, expand_sites, listed_names
 
@@ -126,13 +126,17 @@ def one_site(
     if not callable(name):
         site, named_layers = site_of(name) if isinstance(name, str) else (name, None)
     else:
-        places = [place for hook in names_of(adapter, name) if (place := hook_of(hook)) is not None]
-        sites = list(dict.fromkeys(site for site, _ in places))
+        hook_points = [
+            hook_point
+            for hook in names_of(adapter, name)
+            if (hook_point := hook_of(hook)) is not None
+        ]
+        sites = list(dict.fromkeys(site for site, _ in hook_points))
         if len(sites) > 1:
             raise InputError(
                 f"the names_filter takes {', '.join(sites)}: one site is patched at a time."
             )
-        site, named_layers = sites[0], tuple(layer for _, layer in places if layer is not None)
+        site, named_layers = sites[0], tuple(layer for _, layer in hook_points if layer is not None)
     if layers is None or named_layers is None or site in WHOLE:
         return site, named_layers if layers is None else layers
     numbers = chosen_layers(adapter, layers)
@@ -150,16 +154,16 @@ def site_of(name: str) -> tuple[str, tuple[int, ...] | None]:
     """The site that a name says, and its layers, None where the name says none; the name itself
     where it is no hook's.
     """
-    place = hook_of(name)
-    if place is None:
+    hook_point = hook_of(name)
+    if hook_point is None:
         return name, (0,) if name in WHOLE else None
-    return place[0], None if place[1] is None else (place[1],)
+    return hook_point[0], None if hook_point[1] is None else (hook_point[1],)
 
 
-def place_of(place: object) -> object:
+def hook_point_of(hook_point: object) -> object:
     """The site and layer of a hook's name; anything else as it is."""
-    site = hook_of(place)
-    return place if site is None or site[1] is None else site
+    site = hook_of(hook_point)
+    return hook_point if site is None or site[1] is None else site
 
 
 def sites_of(names: Names) -> tuple[str, ...]:
@@ -175,9 +179,9 @@ def sites_of(names: Names) -> tuple[str, ...]:
     )
 
 
-def places_of(
+def hook_points_of(
     adapter: Adapter, names: Names, layers: Iterable[int] | int | None = None
-) -> tuple[tuple[str, ...], list[Site]]:
+) -> tuple[tuple[str, ...], list[HookPoint]]:
     """Every site and layer that names stand for.
 
     Args:
@@ -186,7 +190,7 @@ def places_of(
         layers: The layers for names that say none (default: all).
 
     Returns:
-        The sites, and the places, site by site and layer by layer.
+        The sites, and the hook points, site by site and layer by layer.
 
     Raises:
         InputError: A name is none of these, or a layer does not exist or is not among ``layers``.

@@ -28,7 +28,7 @@ from kvinterp.models.derived import SDPA, derived_attention, sdpa_call
 
 @dataclasses.dataclass(frozen=True)
 class Tap:
-    """The place of a site in the module tree, and how its tensor is brought to the common layout.
+    """Where a site is in the module tree, and how its tensor is brought to the common layout.
 
     Attributes:
         module: The module to hook.
@@ -237,7 +237,7 @@ def tap_hooks(
     the tensor's place.
 
     Args:
-        tap: The place of the site.
+        tap: Where the site is.
         site: Its name.
         emit: Called with the raw tensor.
         rows: For derived sites: returns which query positions to compute, ``"all"``, the

@@ -303,23 +303,23 @@ def device_named(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device)
+        chosen = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(
             f"unknown device {shown(device)}: expected cpu, cuda or cuda:N."
         ) from error
-    if place.type == "meta":
+    if chosen.type == "meta":
         raise InputError(
             "device 'meta' holds no numbers, so nothing can be computed there: use device='cpu' or 'cuda'."
         )
     try:
-        torch.empty(1, device=place)
+        torch.empty(1, device=chosen)
     # Each backend has an error of its own for not being there.
     except Exception as error:
         raise InputError(
             f"device {str(device)!r} was asked for, but torch cannot use it here ({reason(error)}): use device='cpu'."
         ) from error
-    return place
+    return chosen
 
 
 def _check_decoder(model: Any, name: str | None) -> None:
@@ -447,10 +447,10 @@ def _load_tokenizer(
         return None
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    with loading(name, "its tokenizer"), pretrained_arguments(source) as (place, gguf):
+    with loading(name, "its tokenizer"), pretrained_arguments(source) as (path, gguf):
         if gguf:
             # AutoTokenizer would read the whole header once more, and use this class.
-            return PreTrainedTokenizerFast.from_pretrained(place, gguf_file=gguf["gguf_file"])
+            return PreTrainedTokenizerFast.from_pretrained(path, gguf_file=gguf["gguf_file"])
         return AutoTokenizer.from_pretrained(
-            place, trust_remote_code=remote_code == "trust", **(options or {})
+            path, trust_remote_code=remote_code == "trust", **(options or {})
         )

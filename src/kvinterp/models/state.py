@@ -7,7 +7,7 @@ Without this file a run on somebody's model would change what they run next, and
 turns on a model would read each other's state.
 
 A snapshot covers the ``__dict__`` and the buffers of every module, and the containers,
-transformers' caches and plain objects in them. It notices another object in a place, and other
+transformers' caches and plain objects in them. It notices another object in a holder, and other
 numbers in the same tensor. A module that has other parameters than before, or new handles of hooks,
 was set up by its own code at its first forward (quantised layers, TransformerLens's bridge) and is
 left as it is.
@@ -52,7 +52,7 @@ class Leftover:
     """What a run left in a model's modules, as far as it differs from the snapshot.
 
     Attributes:
-        contents: The contents of each changed place, by its number.
+        contents: The contents of each changed holder, by its number.
         numbers: The numbers in each tensor that was written into, by the number of the tensor.
     """
 
@@ -117,7 +117,7 @@ class Snapshot:
     """
 
     def __init__(self, *models: nn.Module) -> None:
-        self._places: list[Any] = []
+        self._holders: list[Any] = []
         self._owners: list[nn.Module] = []
         self._tensors: list[Tensor] = []
         self._parameters: dict[nn.Module, list[tuple[int, int]]] = {}
@@ -141,34 +141,36 @@ class Snapshot:
                         visited.add(id(value))
                         self._tensors.append(value)
                     continue
-                place: Any = vars(value) if _has_state(value) else value
+                holder: Any = vars(value) if _has_state(value) else value
                 if (
-                    not isinstance(place, dict | list | deque | set | tuple)
-                    or len(place) > _LONGEST
+                    not isinstance(holder, dict | list | deque | set | tuple)
+                    or len(holder) > _LONGEST
                 ):
                     continue
-                if id(place) in visited or not depth:
+                if id(holder) in visited or not depth:
                     continue
-                contents = place
+                contents = holder
                 # What a tuple holds is the same for good, but for what is inside.
-                if not isinstance(place, tuple):
-                    contents = _contents(place)
-                    visited.add(id(place))
-                    self._places.append(place)
+                if not isinstance(holder, tuple):
+                    contents = _contents(holder)
+                    visited.add(id(holder))
+                    self._holders.append(holder)
                     self._owners.append(module)
                     self._contents.append(contents)
                 inside = contents.values() if isinstance(contents, dict) else contents
                 waiting.extend(zip(inside, itertools.repeat(depth - 1)))
-        self._lengths = [*map(len, self._places)]
+        self._lengths = [*map(len, self._holders)]
         # The comparison after every forward is one pass over all objects, by their identity alone.
         self._getters, self._values, self._numbers = list[Any](), list[Any](), list[int]()
-        for number, (place, contents) in enumerate(zip(self._places, self._contents, strict=True)):
+        for number, (holder, contents) in enumerate(
+            zip(self._holders, self._contents, strict=True)
+        ):
             names = [*contents] if isinstance(contents, dict) else [*range(len(contents))]
             if names and not isinstance(contents, set):
                 # The first name twice, since for one name alone an itemgetter returns the value and
                 # no tuple.
                 get = operator.itemgetter(names[0], *names)
-                self._getters.append((get, place))
+                self._getters.append((get, holder))
                 self._values += get(contents)
                 self._numbers += [number] * (1 + len(names))
         self._versions = [*map(_version, self._tensors)]
@@ -199,12 +201,12 @@ class Snapshot:
         changed = self._changed()
         if not changed and not numbers:
             return Leftover()
-        contents = {number: _contents(self._places[number]) for number in changed}
+        contents = {number: _contents(self._holders[number]) for number in changed}
         leftover = Leftover(
             contents, {number: self._tensors[number].detach().clone() for number in numbers}
         )
         for number in contents:
-            _fill(self._places[number], self._contents[number])
+            _fill(self._holders[number], self._contents[number])
         for number in numbers:
             if number in self._copies:
                 self._write(number, self._copies[number])
@@ -220,21 +222,21 @@ class Snapshot:
     def put_in(self, leftover: Leftover) -> None:
         """Puts back what :meth:`take_out` returned; the state of the snapshot must be there."""
         for number, contents in leftover.contents.items():
-            _fill(self._places[number], contents)
+            _fill(self._holders[number], contents)
         for number, tensor in leftover.numbers.items():
             self._write(number, tensor)
             # A version that no tensor has, so that the next comparison notices it.
             self._versions[number] = -2
 
     def _changed(self) -> list[int]:
-        """The numbers of the places whose contents differ from the snapshot, but for those of
+        """The numbers of the holders whose contents differ from the snapshot, but for those of
         modules that were set up since.
         """
-        lengths = [*map(len, self._places)]
+        lengths = [*map(len, self._holders)]
         try:
-            now = [*itertools.chain.from_iterable([get(place) for get, place in self._getters])]
+            now = [*itertools.chain.from_iterable([get(holder) for get, holder in self._getters])]
         except (KeyError, IndexError):
-            changed = set(range(len(self._places)))
+            changed = set(range(len(self._holders)))
         else:
             if all(map(operator.is_, now, self._values)) and lengths == self._lengths:
                 return []
@@ -246,11 +248,11 @@ class Snapshot:
                 if length != before
             }
         changed = {
-            n for n in changed if not _same_objects(_contents(self._places[n]), self._contents[n])
+            n for n in changed if not _same_objects(_contents(self._holders[n]), self._contents[n])
         }
         set_up = set()
         for number in changed:
-            contents, owner = _contents(self._places[number]), self._owners[number]
+            contents, owner = _contents(self._holders[number]), self._owners[number]
             values = contents.values() if isinstance(contents, dict) else contents
             if (
                 any(isinstance(value, RemovableHandle) for value in values)
@@ -286,26 +288,26 @@ def _has_state(value: Any) -> bool:
     return not callable(value) and type(value).__module__.split(".")[0] not in _STATELESS
 
 
-def _contents(place: Any) -> Any:
-    """Copies the contents of a place; for a module or a config, without what
+def _contents(holder: Any) -> Any:
+    """Copies the contents of a holder; for a module or a config, without what
     :data:`_IN_EVERY_MODULE` and its like name.
     """
-    if isinstance(place, dict):
-        others = _IN_EVERY_MODULE if "_non_persistent_buffers_set" in place else _SET_BY_RUNS
-        return {name: value for name, value in place.items() if name not in others}
-    return {*place} if isinstance(place, set) else [*place]
+    if isinstance(holder, dict):
+        others = _IN_EVERY_MODULE if "_non_persistent_buffers_set" in holder else _SET_BY_RUNS
+        return {name: value for name, value in holder.items() if name not in others}
+    return {*holder} if isinstance(holder, set) else [*holder]
 
 
-def _fill(place: Any, contents: Any) -> None:
-    """Makes a place hold these contents."""
-    if isinstance(place, list | deque):
-        place.clear()
-        place.extend(contents)
+def _fill(holder: Any, contents: Any) -> None:
+    """Makes a holder hold these contents."""
+    if isinstance(holder, list | deque):
+        holder.clear()
+        holder.extend(contents)
         return
-    for name in _contents(place):
+    for name in _contents(holder):
         if name not in contents:
-            place.discard(name) if isinstance(place, set) else place.pop(name)
-    place.update(contents)
+            holder.discard(name) if isinstance(holder, set) else holder.pop(name)
+    holder.update(contents)
 
 
 def _same_objects(contents: Any, before: Any) -> bool:

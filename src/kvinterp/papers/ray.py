@@ -18,7 +18,7 @@ from typing import Any
 
 from kvinterp.commands.cells import Cell, alone, groups
 from kvinterp.common.files import differences
-from kvinterp.common.store import Made
+from kvinterp.common.store import CellResult
 from kvinterp.errors import InputError, KvinterpError, reason
 
 _ADVICE = (
@@ -124,7 +124,7 @@ def _pieces(cells: Sequence[Cell], workers: int) -> Iterator[list[Cell]]:
         yield from (group[start : start + size] for start in range(0, len(group), size))
 
 
-def _work(cells: Sequence[Cell], here: Mapping[str, Any]) -> dict[str, Made]:
+def _work(cells: Sequence[Cell], here: Mapping[str, Any]) -> dict[str, CellResult]:
     """Does cells in a worker, and gives what they made by their keys.
 
     Args:

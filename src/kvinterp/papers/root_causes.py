@@ -58,42 +58,47 @@ over that at the source.
 """
 
 
-Place = tuple[str, int]
+HookPoint = tuple[str, int]
 """A site and a layer."""
 
 
 @contextlib.contextmanager
 def hearing(
     adapter: Adapter,
-    places: Iterable[Place],
-    planted: Mapping[Place, Callable[[Tensor], Tensor]] = MappingProxyType({}),
-) -> Iterator[dict[Place, Tensor]]:
-    """Within it the newest position of what a model computes at some places is noted, by place.
+    hook_points: Iterable[HookPoint],
+    planted: Mapping[HookPoint, Callable[[Tensor], Tensor]] = MappingProxyType({}),
+) -> Iterator[dict[HookPoint, Tensor]]:
+    """Within it the newest position of what a model computes at some hook points is noted, by hook point.
 
     Args:
         adapter: The model.
-        places: Sites and layers.
-        planted: What a tensor is turned into at a place, at every position, before the model goes
+        hook_points: Sites and layers.
+        planted: What a tensor is turned into at a hook point, at every position, before the model goes
             on with it.
     """
-    seen: dict[Place, Tensor] = {}
+    seen: dict[HookPoint, Tensor] = {}
 
-    def hear(tensor: Tensor, place: Place) -> Tensor | None:
-        new = planted[place](tensor) if place in planted else None
-        seen[place] = (tensor if new is None else new)[0, -1].clone()
+    def hear(tensor: Tensor, hook_point: HookPoint) -> Tensor | None:
+        new = planted[hook_point](tensor) if hook_point in planted else None
+        seen[hook_point] = (tensor if new is None else new)[0, -1].clone()
         return new
 
-    listeners = {place: [functools.partial(hear, place=place)] for place in (*places, *planted)}
+    listeners = {
+        hook_point: [functools.partial(hear, hook_point=hook_point)]
+        for hook_point in (*hook_points, *planted)
+    }
     with adapter.attached(list(listeners)), adapter.listening(listeners):
         yield seen
 
 
 @torch.no_grad()
-def newest_at(adapter: Adapter, tokens: Tensor, *places: Any) -> tuple[dict[Place, Tensor], Tensor]:
-    """What one forward of token ids ``[1, position]`` computes at some places, see :func:`hearing`,
+def newest_at(
+    adapter: Adapter, tokens: Tensor, *hook_points: Any
+) -> tuple[dict[HookPoint, Tensor], Tensor]:
+    """What one forward of token ids ``[1, position]`` computes at some hook points, see :func:`hearing`,
     and its logits.
     """
-    with own_threads(adapter), hearing(adapter, *places) as seen:
+    with own_threads(adapter), hearing(adapter, *hook_points) as seen:
         logits = adapter.forward(tokens)[0, -1]
     return seen, logits
 
@@ -190,18 +195,23 @@ def propagation(
     """
     adapter = wrap(model).at(torch.float64)
     count = adapter.facts.layers
-    places = [("resid_post", layer) for layer in range(count)]
+    hook_points = [("resid_post", layer) for layer in range(count)]
     rows = []
     for number, prompt in enumerate(each(prompts, "rounding one layer,", "prompt")):
         tokens = torch.tensor([list(prompt)], device=adapter.device)
-        clean, _ = newest_at(adapter, tokens, places)
+        clean, _ = newest_at(adapter, tokens, hook_points)
         for source in range(count) if sources is None else sources:
             noisy, _ = newest_at(
-                adapter, tokens, places, {places[source]: lambda x: x.to(torch.float16).to(x.dtype)}
+                adapter,
+                tokens,
+                hook_points,
+                {hook_points[source]: lambda x: x.to(torch.float16).to(x.dtype)},
             )
-            for place in places[source:]:
-                drift = metrics.residual_drift(noisy[place][None], clean[place][None])
-                rows.append((number, source, place[1], *(float(drift[name]) for name in GROWTH)))
+            for hook_point in hook_points[source:]:
+                drift = metrics.residual_drift(noisy[hook_point][None], clean[hook_point][None])
+                rows.append(
+                    (number, source, hook_point[1], *(float(drift[name]) for name in GROWTH))
+                )
     table = pd.DataFrame(rows, columns=["prompt", "source", "layer", *GROWTH])
     for name, growth in GROWTH.items():
         at_source = table.groupby(["prompt", "source"])[name].transform("first")
@@ -246,12 +256,12 @@ def kv_write_error(
                 f"prompt {number} has {len(prompt)} tokens: expected more than steps={steps}."
             )
         tokens = torch.tensor([list(prompt)], device=adapter.device)
-        places, prefill = (
+        hook_points, prefill = (
             itertools.product(("k", "v"), range(adapter.facts.layers)),
             len(prompt) - steps,
         )
         block = BlockModel(adapter, kernels_named(mode))
-        with referenced(block, tokens) as hooks, hearing(adapter, places) as tensors:
+        with referenced(block, tokens) as hooks, hearing(adapter, hook_points) as tensors:
             _, cache = hooks.feed(0, prefill)
             for position in range(prefill, len(prompt)):
                 _, cache = hooks.feed(position, position + 1, cache)
@@ -355,13 +365,15 @@ def gqa_spread(
     for model in models:
         adapter = wrap(model).at(torch.float64)
         facts = adapter.facts
-        places: dict[str, Place] = {name: (name, layer) for name in ("z", "attn_out", "resid_post")}
-        places["final"] = ("resid_post", facts.layers - 1)
+        hook_points: dict[str, HookPoint] = {
+            name: (name, layer) for name in ("z", "attn_out", "resid_post")
+        }
+        hook_points["final"] = ("resid_post", facts.layers - 1)
         for number, prompt in enumerate(
             each(prompts, f"planting errors in {facts.name},", "prompt")
         ):
             tokens = torch.tensor([list(prompt)], device=adapter.device)
-            clean, logits = newest_at(adapter, tokens, places.values())
+            clean, logits = newest_at(adapter, tokens, hook_points.values())
             for tensor, head, position in itertools.product(
                 ("k", "v"), range(facts.kv_heads), positions
             ):
@@ -370,16 +382,16 @@ def gqa_spread(
                         _planted, head=head, position=position, error=error
                     )
                 }
-                noisy, changed = newest_at(adapter, tokens, places.values(), noise)
+                noisy, changed = newest_at(adapter, tokens, hook_points.values(), noise)
                 off = metrics.vector_errors(noisy["z", layer], clean["z", layer])["relative_error"]
                 touched = off > 0
                 drifts = {
                     name: float(
-                        metrics.residual_drift(noisy[place][None], clean[place][None])[
+                        metrics.residual_drift(noisy[hook_point][None], clean[hook_point][None])[
                             "relative_l2"
                         ]
                     )
-                    for name, place in places.items()
+                    for name, hook_point in hook_points.items()
                     if name != "z"
                 }
                 rows.append(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.errors import InputError
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.hook_names import hook_name
 from kvinterp.models.sites import LAYOUTS
 
@@ -60,7 +60,7 @@ class HandedRows:
     """
 
     name: str
-    records: Mapping[Site, Tensor] = dataclasses.field(default_factory=dict, repr=False)
+    records: Mapping[HookPoint, Tensor] = dataclasses.field(default_factory=dict, repr=False)
     tensor: Tensor | None = dataclasses.field(default=None, repr=False)
     function: Callable[..., Any] | None = None
 

@@ -17,7 +17,7 @@ from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.passes import Passes, WatchesPasses
 from kvinterp.patching.hook import PatchHook, read_changes
 from kvinterp.patching.patch import PATCHED_CACHE, Patch
-from kvinterp.policies import Place
+from kvinterp.policies import CacheRows
 from kvinterp.recording import Trace
 
 log = logging.getLogger("kvinterp")
@@ -115,9 +115,9 @@ def applied(
     """
     hook = PatchHook(adapter, patches, every_from=0)
     patching = Patching(adapter, hook)
-    passes = Passes(adapter, patching, context, hook.places)
-    listeners = {place: [listener] for place, listener in hook.listeners.items()}
-    with adapter.attached(hook.places), adapter.listening(listeners), passes.watching():
+    passes = Passes(adapter, patching, context, hook.hook_points)
+    listeners = {hook_point: [listener] for hook_point, listener in hook.listeners.items()}
+    with adapter.attached(hook.hook_points), adapter.listening(listeners), passes.watching():
         yield hook, patching
     if passes.silent:
         raise InputError(f"{context} changed nothing: {passes.silence()}")
@@ -197,5 +197,7 @@ class Patching(WatchesPasses):
     def _reads(
         self, layer: int, start: int, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        place = Place(layer, start, start + keys.shape[2], self.adapter.facts.cached_keys_rotated)
-        return self.hook.on_read(place, keys, values)
+        cache_rows = CacheRows(
+            layer, start, start + keys.shape[2], self.adapter.facts.cached_keys_rotated
+        )
+        return self.hook.on_read(cache_rows, keys, values)

@@ -10,11 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvinterp.models import Adapter
-from kvinterp.models.attaching import Listener, Site
+from kvinterp.models.attaching import HookPoint, Listener
 from kvinterp.patching.hook import PatchHook
 from kvinterp.paths import ExecutionPath, Runner
 from kvinterp.paths.batches import batched_alike
-from kvinterp.policies import Place
+from kvinterp.policies import CacheRows
 from kvinterp.recording import PathHook
 
 
@@ -60,9 +60,13 @@ class PatchesByRow(PathHook):
     def __init__(self, hooks: Sequence[PatchHook]) -> None:
         self.hooks = hooks
         self.first_layer = min(hook.first_layer for hook in hooks)
-        self.listeners: dict[Site, Listener] = {
-            place: functools.partial(by_row, [hook.listeners.get(place) for hook in hooks])
-            for place in dict.fromkeys(place for hook in hooks for place in hook.listeners)
+        self.listeners: dict[HookPoint, Listener] = {
+            hook_point: functools.partial(
+                by_row, [hook.listeners.get(hook_point) for hook in hooks]
+            )
+            for hook_point in dict.fromkeys(
+                hook_point for hook in hooks for hook_point in hook.listeners
+            )
         }
 
     def begin_step(self, step: int) -> None:
@@ -82,10 +86,12 @@ class PatchesByRow(PathHook):
         changes = [hook.only_output(layer) for hook in self.hooks]
         return None if None in changes else functools.partial(by_row, changes)
 
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+    def on_read(
+        self, cache_rows: CacheRows, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """Replaces the keys and values of each run's row by its donor's."""
         rows = zip(self.hooks, keys.split(1), values.split(1), strict=True)
-        changes = [hook.on_read(place, *row) for hook, *row in rows]
+        changes = [hook.on_read(cache_rows, *row) for hook, *row in rows]
         if not any(changes):
             return None
         new_keys, new_values = zip(*(change or (None, None) for change in changes), strict=True)

@@ -244,7 +244,7 @@ def activation_patching(
     blocks = [(start, min(start + block, high)) for start in range(low, high, block)]
     spans = [(low, high)] if over == "heads" else blocks
     heads = [None] if over == "positions" else range(heads_at(adapter, site, f"over={over!r}"))
-    places = list(itertools.product(swept, heads, spans))
+    targets = list(itertools.product(swept, heads, spans))
 
     def measure(logits: Tensor) -> Float64[Tensor, ""]:
         if callable(distance):
@@ -260,7 +260,8 @@ def activation_patching(
         clean_logits = pure.whole(torch.tensor(clean_ids, device=adapter.device), recorder)
         recorder.end_step()
         donor = HandedRows(
-            "clean prompts", {place: record[-1] for place, record in recorder.kept.items()}
+            "clean prompts",
+            {hook_point: record[-1] for hook_point, record in recorder.kept.items()},
         )
         # One pair resumes at the first patched block; several pairs, or a function, take a whole
         # forward a patch.
@@ -273,7 +274,7 @@ def activation_patching(
             run = lambda hook: pure.patched(corrupted_ids[0], 0, hook)[None, None]  # noqa: E731
             base = pure.capture(corrupted_ids[0])[None, None]
         distances, hooks = [measure(clean_logits), measure(base)], list[PatchHook]()
-        for layer, head, span in each(places, "patching", "patch", progress):
+        for layer, head, span in each(targets, "patching", "patch", progress):
             patch = Patch(site, (layer,), None if head is None else (head,), span, (0,), donor)
             hooks.append(PatchHook(adapter, [patch], None, length))
             distances.append(measure(run(hooks[-1])))
@@ -298,7 +299,7 @@ def activation_patching(
             if over == "heads"
             else {"start": span[0], "stop": span[1], "text": "".join(texts[slice(*span)])}
         )
-        for layer, head, span in places
+        for layer, head, span in targets
     ]
     frame = pd.DataFrame(labels).assign(
         value=values.numpy(), recovery=recovery.numpy(), unchanged=same

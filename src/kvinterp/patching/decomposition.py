@@ -196,10 +196,10 @@ def decompose(
             for step, outputs in Split(
                 adapter, paths, tokens[example], max_new_tokens, suffix, plant
             ).steps():
-                place = {"example": example, "step": step}
+                labels = {"example": example, "step": step}
                 row, by_layer = step_rows(outputs, f"example {example}, step {step}")
-                steps.append(place | row)
-                layers += [place | row for row in by_layer]
+                steps.append(labels | row)
+                layers += [labels | row for row in by_layer]
     sides = {"cached": str(paths[0]), "recompute": str(paths[1])}
     about = provenance(adapter, paths=sides, suffix=suffix, max_new_tokens=max_new_tokens)
     return Decomposition(pd.DataFrame(steps), pd.DataFrame(layers), about)

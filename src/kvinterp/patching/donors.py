@@ -12,7 +12,7 @@ from torch import Tensor
 from kvinterp.common.checks import check_instance
 from kvinterp.errors import InputError, UnsupportedError, unexpected
 from kvinterp.models import Adapter
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.hook_names import hook_name
 from kvinterp.models.inputs import chosen_layers, token_ids
 from kvinterp.models.sites import LAYOUTS, ROWS
@@ -31,7 +31,7 @@ def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation | Handed
     if isinstance(donor, Ablation):
         return
     layers = chosen_layers(adapter, patch.layers)
-    tensors: Mapping[Site, Any] = donor.records
+    tensors: Mapping[HookPoint, Any] = donor.records
     for site, layer in itertools.product(stored_sites(adapter, patch.site), layers):
         if isinstance(donor, HandedRows):
             name, remedy = donor.name, f"let run_with_cache keep {hook_name(site, layer)}"
@@ -39,7 +39,7 @@ def check_donor(adapter: Adapter, patch: Patch, donor: Trace | Ablation | Handed
             name, remedy = "donor trace", f"run the donor with record={site!r}"
         # A tensor and a function fit every site.
         if (site, layer) not in tensors and (tensors or isinstance(donor, Trace)):
-            have = ", ".join(sorted({place[0] for place in tensors})) or "nothing"
+            have = ", ".join(sorted({hook_point[0] for hook_point in tensors})) or "nothing"
             raise InputError(
                 f"the {name} holds no {site!r} of layer {layer} (it has {have}): {remedy}."
             )
@@ -151,7 +151,9 @@ def donor_trace(recorder: Any, prompt: Sequence[int], fed: Sequence[int] = ()) -
         record[-1].shape[1] for (site, _), record in recorder.kept.items() if LAYOUTS[site].gathers
     ]
     cached = fed and recorder.positions == "all" and rows[:1] == [1]
-    records = {place: [tensor[0] for tensor in record] for place, record in recorder.kept.items()}
+    records = {
+        hook_point: [tensor[0] for tensor in record] for hook_point, record in recorder.kept.items()
+    }
     return Trace("cached" if cached else "recompute", tuple(prompt), (), tuple(fed), records, steps)
 
 
@@ -172,7 +174,7 @@ def _trace_of_activation_cache(cache: Any, prompt: list[int], fed: list[int]) ->
         tuple(prompt),
         (),
         (),
-        {place: [tensor] for place, tensor in records.items()},
+        {hook_point: [tensor] for hook_point, tensor in records.items()},
         (0,),
     )
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from kvinterp.common.numbers import counted, every, number, percent, upper
 from kvinterp.common.vocabulary import PARTS, PREFIX_KV, RECOVERED, UNCHANGED
-from kvinterp.findings import Chart, Finding, Panel, finding, median_of, only, place
+from kvinterp.findings import Chart, Finding, Panel, finding, label_of, median_of, only
 from kvinterp.metrics.recovery import TO_SEE_A_DIFFERENCE
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def headline_of_sweep(sweep: Sweep) -> list[str]:
     ]
     if best is None:
         return lines
-    place = {
+    where = {
         "single": "layer {layer:g} recovers",
         "cumulative": "layers 0 to {layer:g} together recover",
         "cumulative-from": "layers {layer:g} to the last together recover",
@@ -68,10 +68,10 @@ def headline_of_sweep(sweep: Sweep) -> list[str]:
     low, high = best["interval_low"], best["interval_high"]
     setting += "" if pd.isna(low) else f"; 95% interval {percent(low)} to {percent(high)}"
     if best["median"] < 0.05:
-        place = f"No place recovers more than 5%; {place}"
+        where = f"No place recovers more than 5%; {where}"
     elif low <= 0:
-        place = f"No recovery is clearly above 0; {place}"
-    lead = f"{upper(place)} most: {percent(best['median'])} of the {distance} ({setting})."
+        where = f"No recovery is clearly above 0; {where}"
+    lead = f"{upper(where)} most: {percent(best['median'])} of the {distance} ({setting})."
     idle = _unchanged_patches(sweep.recovery, ["sweep", "layer", "head", "positions"])
     return [lead, *_out_of_reach(best["site"], summary["direction"]), *idle, *lines]
 
@@ -161,9 +161,9 @@ def charts_of_sweep(sweep: Sweep, suffix: str = "") -> dict[str, Chart]:
                             label=f"recovery {distance}"))  # fmt: skip
     if len(heads := frame[frame["sweep"].isin(HEADS)]):
         medians = heads[heads["defined"]].groupby(["sweep", "layer", "head"])["recovery"].median()
-        places = pd.MultiIndex.from_frame(heads[["sweep", "layer", "head"]].drop_duplicates())
+        cells_drawn = pd.MultiIndex.from_frame(heads[["sweep", "layer", "head"]].drop_duplicates())
         head = "query head" if about["site"] in ("q", "z", "result", "pattern") else "KV head"
-        cells = medians.reindex(places).reset_index()
+        cells = medians.reindex(cells_drawn).reset_index()
         panels.append(Panel(cells, "head", "layer", "map", "recovery", facet="sweep", titles=HEADS, scale="signed",
                             label=f"median recovery\n{distance}", xlabel=head))  # fmt: skip
     if len(blocks := only(sweep.aggregate(), sweep="blocks")):
@@ -313,7 +313,7 @@ def headline_of_activation_patching(result: ActivationPatching) -> list[str]:
             f"Both prompts show the same ({ends}), so no place can restore it: give two whose answers differ."
         ]
     mean = f", mean of {counted(result.pairs, 'pair')}" if result.pairs > 1 else ""
-    lead = f"{upper(place(_labels(best)))} restores most: {percent(best['recovery'])} by {result.site} ({ends}{mean})."
+    lead = f"{upper(label_of(_labels(best)))} restores most: {percent(best['recovery'])} by {result.site} ({ends}{mean})."
     labels = [name for name in ("layer", "head", "start") if name in result.frame]
     return [lead, *_unchanged_patches(result.frame, labels)]
 

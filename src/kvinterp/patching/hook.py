@@ -20,13 +20,13 @@ from torch.nn.functional import pad
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.models.attaching import Listener, Site
+from kvinterp.models.attaching import HookPoint, Listener
 from kvinterp.models.inputs import chosen_heads, chosen_layers
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.patching.ablations import Ablation, HandedRows
 from kvinterp.patching.donors import check_donor, rows_of
 from kvinterp.patching.patch import PATCHED_CACHE, Patch, heads_at, stored_sites
-from kvinterp.policies import Place
+from kvinterp.policies import CacheRows
 from kvinterp.recording import PathHook
 
 Window = Callable[[str, int], "tuple[int, Tensor]"]
@@ -72,21 +72,21 @@ class PatchHook(PathHook):
         )
         self.newest_alone: list[Tensor | None] = [None] * len(self.patches)
         self.step, self.end = 0, 0
-        self.listeners: dict[Site, Listener] = {}
+        self.listeners: dict[HookPoint, Listener] = {}
         self._cache: dict[int, list[int]] = {}
-        self._evicted: dict[int, Place] = {}
-        at_place: dict[Site, list[int]] = {}
+        self._evicted: dict[int, CacheRows] = {}
+        at_hook_point: dict[HookPoint, list[int]] = {}
         for number, patch in enumerate(self.patches):
             self._check(patch)
             for layer in chosen_layers(adapter, patch.layers):
                 if patch.site in PATCHED_CACHE:
                     self._cache.setdefault(layer, []).append(number)
                 else:
-                    at_place.setdefault((patch.site, layer), []).append(number)
-        for place, numbers in at_place.items():
-            adapter.tap(*place)
-            self.listeners[place] = functools.partial(self._listen, place, numbers)
-        for layer in [at for site, at in at_place if site == "resid_mid"]:
+                    at_hook_point.setdefault((patch.site, layer), []).append(number)
+        for hook_point, numbers in at_hook_point.items():
+            adapter.tap(*hook_point)
+            self.listeners[hook_point] = functools.partial(self._listen, hook_point, numbers)
+        for layer in [at for site, at in at_hook_point if site == "resid_mid"]:
             rebuild_outputs(self, layer)
         self.first_layer = min(
             [*self._cache, *(layer for _, layer in self.listeners)], default=adapter.facts.layers
@@ -125,25 +125,29 @@ class PatchHook(PathHook):
         """Sets the step and how many positions the context then holds."""
         self.step, self.end = step, end
 
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+    def on_read(
+        self, cache_rows: CacheRows, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """Replaces cached keys and values by the donor's."""
-        if place.rows is not None:
-            self._evicted[place.layer] = place
-        numbers = self.active_in_cache(place.layer)
+        if cache_rows.rows is not None:
+            self._evicted[cache_rows.layer] = cache_rows
+        numbers = self.active_in_cache(cache_rows.layer)
         for number in numbers:
             patched_site = self.patches[number].site
-            place.check_whole(patched_site)
+            cache_rows.check_whole(patched_site)
             for site in stored_sites(self.adapter, patched_site):
                 cached = values if site == "cache_v" else keys
-                new = self._patched(number, site, place.layer, cached, place.start)
+                new = self._patched(number, site, cache_rows.layer, cached, cache_rows.start)
                 keys, values = (keys, new) if site == "cache_v" else (new, values)
         return (keys, values) if numbers else None
 
-    def _listen(self, place: Site, numbers: Sequence[int], tensor: Tensor) -> Tensor | None:
+    def _listen(
+        self, hook_point: HookPoint, numbers: Sequence[int], tensor: Tensor
+    ) -> Tensor | None:
         """Applies the patches of a site that are active now, each to the result of those before
         it.
         """
-        site, layer = place
+        site, layer = hook_point
         rows, changed = tensor.shape[LAYOUTS[site].rows], None
         for number in self._active_now(numbers):
             before = tensor if changed is None else changed

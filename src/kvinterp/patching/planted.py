@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from kvinterp.common.checks import check_known, check_number, check_whole
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.paths import ExecutionPath
-from kvinterp.policies import Place, Policy
+from kvinterp.policies import CacheRows, Policy
 from kvinterp.policies.base import KV
 from kvinterp.recording import LOGITS, PathHook
 
@@ -81,8 +81,10 @@ class PlantHook(PathHook):
 
     def __init__(self, plant: Plant) -> None:
         self.plant = plant
-        place: Site = LOGITS if plant.place == "unembedding" else (plant.site, plant.layer)
-        self.listeners = {} if plant.place == "kv" else {place: self._nudge}
+        hook_point: HookPoint = (
+            LOGITS if plant.place == "unembedding" else (plant.site, plant.layer)
+        )
+        self.listeners = {} if plant.place == "kv" else {hook_point: self._nudge}
         self.step = 0
 
     def begin_step(self, step: int) -> None:
@@ -115,9 +117,9 @@ class Planted(Policy):
     bits: int = 11
     until: int = 0
 
-    def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
+    def write(self, keys: Tensor, values: Tensor, cache_rows: CacheRows) -> KV:
         """Moves K and V of the planted layer and returns the others unchanged."""
-        if place.layer != self.layer or (self.until and place.stop > self.until):
+        if cache_rows.layer != self.layer or (self.until and cache_rows.stop > self.until):
             return keys, values
         units = float(self.units)
         return nudged(keys, units, self.bits), nudged(values, units, self.bits)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvinterp.errors import InputError
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.inputs import chosen_layers
 from kvinterp.models.sites import LAYOUTS, layout_of
 from kvinterp.patching.by_row import OneRow, PatchesByRow, batches
@@ -53,7 +53,7 @@ class Donor(SiteHook):
 
     Args:
         adapter: The model that the donor path runs.
-        places: Sites and layers to keep.
+        hook_points: Sites and layers to keep.
         prompt_length: Tokens in the patched prompt; the newest row counts as its newest position.
         gather: Sites whose rows are kept over all steps, so that a cached path has earlier
             positions too.
@@ -62,15 +62,15 @@ class Donor(SiteHook):
     def __init__(
         self,
         adapter: Adapter,
-        places: Iterable[Site],
+        hook_points: Iterable[HookPoint],
         prompt_length: int,
         gather: Collection[str] = (),
     ) -> None:
-        super().__init__(adapter, dict.fromkeys(places))
+        super().__init__(adapter, dict.fromkeys(hook_points))
         self.prompt_length, self.gather = prompt_length, gather
         self.end = prompt_length
-        self._tensors: dict[Site, Tensor] = {}
-        self._gathered: dict[Site, list[Tensor]] = {}
+        self._tensors: dict[HookPoint, Tensor] = {}
+        self._gathered: dict[HookPoint, list[Tensor]] = {}
 
     def begin_step(self, step: int) -> None:
         """Forgets the tensors of the step before."""
@@ -256,10 +256,10 @@ def advance_beside(
     matched = setting.protocol == "matched"
     # Plans with the same patch and the same donor are one run.
     runs = [(plan.patch, plan.source) for plan in planned]
-    places: dict[str, list[Site]] = {"": [], "self": [], "other-prompt": []}
+    hook_points: dict[str, list[HookPoint]] = {"": [], "self": [], "other-prompt": []}
     for patch, source in dict.fromkeys(runs):
         layers = chosen_layers(adapter, patch.layers)
-        places[source] += itertools.product(stored_sites(adapter, patch.site), layers)
+        hook_points[source] += itertools.product(stored_sites(adapter, patch.site), layers)
     moved = {
         patch.site
         for patch, _ in runs
@@ -267,10 +267,12 @@ def advance_beside(
     }
     donors = {
         # If earlier positions are moved too, a cached donor keeps the rows of every step.
-        "": Donor(donor_model, places[""], count, moved if setting.donor.form == "cached" else ()),
-        "self": Donor(base_model, places["self"], count),
+        "": Donor(
+            donor_model, hook_points[""], count, moved if setting.donor.form == "cached" else ()
+        ),
+        "self": Donor(base_model, hook_points["self"], count),
         # The other prompt may have another length: its newest row counts as this prompt's newest.
-        "other-prompt": Donor(donor_model, places["other-prompt"], count),
+        "other-prompt": Donor(donor_model, hook_points["other-prompt"], count),
     }
     hooks = {
         run: PatchHook(base_model, [run[0]], donors[run[1]].window, count)
@@ -319,7 +321,7 @@ def advance_beside(
             if cached
             else RecomputeDecoder(pure, prompt, None, captured, donors["self"])
         )
-        if places["other-prompt"]:
+        if hook_points["other-prompt"]:
             other_decoder = runner(setting.donor, other, donors["other-prompt"])
             running.append(Until(other_decoder, max(captured, default=0)))
         on_other_prompt = range(2, len(running))

@@ -36,7 +36,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.caches import Dynamic
 from kvinterp.patching.patch import stored_sites
 from kvinterp.patching.planted import Plant, PlantHook
@@ -45,7 +45,7 @@ from kvinterp.patching.side_by_side import Donor
 from kvinterp.paths import ExecutionPath, Runner
 from kvinterp.paths.decode import lockstep
 from kvinterp.paths.vocabulary import end_tokens
-from kvinterp.policies import Identity, Place
+from kvinterp.policies import CacheRows, Identity
 from kvinterp.recording import PathHook
 
 DIFFERENCES = {
@@ -122,7 +122,7 @@ class Rows(PathHook):
     ) -> None:
         self.cache, self.stop, self.tensors = cache, stop, tensors
 
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+    def on_read(self, cache_rows: CacheRows, keys: Tensor, values: Tensor) -> None:
         """Writes into the rows' own memory, because for other strides a kernel may add up in
         another order.
 
@@ -132,17 +132,21 @@ class Rows(PathHook):
         Raises:
             UnsupportedError: The cache does not say which positions it still holds.
         """
-        stop = min(self.stop, place.stop)
+        stop = min(self.stop, cache_rows.stop)
         every = dict(zip(K_V, (keys, values), strict=True))
         asked = [
-            name for name in every if self.tensors is None or (name, place.layer) in self.tensors
+            name
+            for name in every
+            if self.tensors is None or (name, cache_rows.layer) in self.tensors
         ]
-        if stop <= place.start or not asked:
+        if stop <= cache_rows.start or not asked:
             return
-        place.check_whole("keys and values")
-        sources = dict(zip(K_V, self.cache[place.layer], strict=True))
+        cache_rows.check_whole("keys and values")
+        sources = dict(zip(K_V, self.cache[cache_rows.layer], strict=True))
         for name in asked:
-            every[name][:, :, : stop - place.start].copy_(sources[name][:, :, place.start : stop])
+            every[name][:, :, : stop - cache_rows.start].copy_(
+                sources[name][:, :, cache_rows.start : stop]
+            )
 
 
 class _Observer(Donor):
@@ -163,7 +167,7 @@ class _Observer(Donor):
         """The outputs with these logits at a position."""
         return Outputs(
             logits.clone(),
-            torch.stack([self.window(*place)[1][0, newest] for place in self.residual]),
+            torch.stack([self.window(*hook_point)[1][0, newest] for hook_point in self.residual]),
         )
 
     def cache(self) -> KeysValues:
@@ -253,8 +257,8 @@ class Split:
             (self.prompt * (suffix // len(self.prompt) + 1))[:suffix], device=adapter.device
         )
         layers = range(adapter.facts.layers)
-        self.residual: list[Site] = [("resid_post", layer) for layer in layers]
-        self.kv: list[list[Site]] = [
+        self.residual: list[HookPoint] = [("resid_post", layer) for layer in layers]
+        self.kv: list[list[HookPoint]] = [
             [(site, layer) for site in stored_sites(adapter, "kv")] for layer in layers
         ]
         self.at_step_0: KeysValues = ()

@@ -425,7 +425,7 @@ def _control_patches(
     steps: str | tuple[int, ...],
 ) -> list[PlannedPatch]:
     middle, swept = adapter.facts.layers // 2, [plan.patch for plan in planned]
-    places = {
+    spots = {
         "self": (middle, "newest"),
         "other-prompt": (middle, "newest"),
         "floor": (adapter.facts.layers - 1, "newest"),
@@ -433,7 +433,7 @@ def _control_patches(
     }
     controls = [
         PlannedPatch(_labels(patch, layer), patch, name)
-        for name, (layer, spot) in places.items()
+        for name, (layer, spot) in spots.items()
         for patch in [Patch("resid_post", (layer,), None, spot, steps)]
     ]
     layers = sorted({at for patch in swept for at in patch.layers or ()})

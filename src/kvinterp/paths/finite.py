@@ -15,7 +15,7 @@ from kvinterp.paths.decode import fed_to_all, lockstep
 from kvinterp.paths.loops import Runner
 from kvinterp.paths.path import ExecutionPath
 from kvinterp.paths.vocabulary import padding_of, shown_tokens, sound_rows
-from kvinterp.policies import Identity, Place
+from kvinterp.policies import CacheRows, Identity
 from kvinterp.recording import SiteHook
 
 
@@ -33,9 +33,9 @@ class _FiniteHook(SiteHook):
     def begin_step(self, step: int) -> None:
         self.step = step
 
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+    def on_read(self, cache_rows: CacheRows, keys: Tensor, values: Tensor) -> None:
         for site, tensor in (("keys", keys), ("values", values)):
-            self.see(f"cached {site}", place.layer, place.start, tensor)
+            self.see(f"cached {site}", cache_rows.layer, cache_rows.start, tensor)
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         if not bool(tensor.isfinite().all()):

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from kvinterp.models import Adapter
-from kvinterp.models.attaching import Listener, Site
+from kvinterp.models.attaching import HookPoint, Listener
 from kvinterp.models.state import Leftover
 from kvinterp.paths.kernels.base import KernelMode
 from kvinterp.recording import LOGITS
 
-Made = TypeVar("Made")
+Returned = TypeVar("Returned")
 
 
 class HookedForwards:
@@ -34,14 +34,14 @@ class HookedForwards:
         self,
         adapter: Adapter,
         kernels: KernelMode,
-        listeners: Iterable[Mapping[Site, Listener]] = (),
+        listeners: Iterable[Mapping[HookPoint, Listener]] = (),
     ) -> None:
         self._adapter, self._kernels = adapter, kernels
         self._state: list[Leftover] = []
-        self.listeners: dict[Site, list[Listener]] = {}
+        self.listeners: dict[HookPoint, list[Listener]] = {}
         for by_site in (kernels.listeners, *listeners):
-            for place, listener in by_site.items():
-                self.listeners.setdefault(place, []).append(listener)
+            for hook_point, listener in by_site.items():
+                self.listeners.setdefault(hook_point, []).append(listener)
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
@@ -49,12 +49,14 @@ class HookedForwards:
         it was found.
         """
         with (
-            self._adapter.attached([place for place in self.listeners if place != LOGITS]),
+            self._adapter.attached(
+                [hook_point for hook_point in self.listeners if hook_point != LOGITS]
+            ),
             self._adapter.left_as_found(),
         ):
             yield
 
-    def call(self, forward: Callable[..., Made], *args: Any) -> Made:
+    def call(self, forward: Callable[..., Returned], *args: Any) -> Returned:
         """What a forward gives under the path's kernels, heard by its hooks, on a state of its
         own.
         """

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvinterp.errors import KvinterpError, UnsupportedError, named, out_of_memory
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.attaching import Listener, Site
+from kvinterp.models.attaching import HookPoint, Listener
 from kvinterp.models.cached_rows import CachedRows
 from kvinterp.models.caches import Dynamic
 from kvinterp.models.sites import ATTENDED_SITES
@@ -30,7 +30,7 @@ from kvinterp.paths.model_cache import Stores, path_store, uncached
 from kvinterp.paths.path import ExecutionPath, Recompute
 from kvinterp.paths.smoothing import Recomputed, Smoothed
 from kvinterp.paths.store import Store, policy_listeners
-from kvinterp.policies import Chain, Place
+from kvinterp.policies import CacheRows, Chain
 from kvinterp.recording import LOGITS, PathHook
 
 log = logging.getLogger("kvinterp")
@@ -139,10 +139,10 @@ class Runner:
         # Without a memory a forward reads the keys it made and no others.
         on_store = cached or path.chunk is not None
         attended = {
-            place
+            hook_point
             for hook in hooks
-            for place in hook.listeners
-            if on_store and place[0] in ATTENDED_SITES
+            for hook_point in hook.listeners
+            if on_store and hook_point[0] in ATTENDED_SITES
         }
         self._beside: Runner | None = None
         if path.smooth is not None:
@@ -288,19 +288,19 @@ class _FilledColumns(PathHook):
     def __init__(self) -> None:
         self._keys: dict[int, int] = {}
 
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+    def on_read(self, cache_rows: CacheRows, keys: Tensor, values: Tensor) -> None:
         """Hears how many keys attention is about to read."""
-        self._keys[place.layer] = keys.shape[2]
+        self._keys[cache_rows.layer] = keys.shape[2]
 
     def cut(
-        self, listeners: Mapping[Site, Listener], attended: Collection[Site]
-    ) -> dict[Site, Listener]:
+        self, listeners: Mapping[HookPoint, Listener], attended: Collection[HookPoint]
+    ) -> dict[HookPoint, Listener]:
         """The listeners, of which those of the attended sites, with a column a key, are told of the
         filled ones only.
         """
         return {
-            place: self._cut(place[1], hear) if place in attended else hear
-            for place, hear in listeners.items()
+            hook_point: self._cut(hook_point[1], hear) if hook_point in attended else hear
+            for hook_point, hear in listeners.items()
         }
 
     def _cut(self, layer: int, listener: Listener) -> Listener:

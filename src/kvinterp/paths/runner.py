@@ -194,8 +194,8 @@ class _Run:
         if recorder is not None:
             steps = tuple(step for step in recorder.recorded_steps if step < count)
             records = {
-                place: [rows[row] for rows in tensors[: len(steps)]]
-                for place, tensors in recorder.kept.items()
+                hook_point: [rows[row] for rows in tensors[: len(steps)]]
+                for hook_point, tensors in recorder.kept.items()
             }
             recorded = {
                 "records": records,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.models.caches import gather_rows
-from kvinterp.policies import Place, Policy
+from kvinterp.policies import CacheRows, Policy
 from kvinterp.policies.base import KV
 from kvinterp.recording import PathHook
 
@@ -27,20 +27,20 @@ class Recomputed(PathHook):
     """
 
     def __init__(self) -> None:
-        self._read: dict[int, tuple[Place, Tensor, Tensor]] = {}
+        self._read: dict[int, tuple[CacheRows, Tensor, Tensor]] = {}
 
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+    def on_read(self, cache_rows: CacheRows, keys: Tensor, values: Tensor) -> None:
         """Keeps the keys and values that attention is about to read."""
-        self._read[place.layer] = place, keys, values
+        self._read[cache_rows.layer] = cache_rows, keys, values
 
-    def rows(self, place: Place) -> KV:
+    def rows(self, cache_rows: CacheRows) -> KV:
         """Those of the positions that another path reads."""
-        store, *pair = self._read[place.layer]
-        if place.rows is not None:
-            keys, values = (gather_rows(tensor, place.rows - store.start) for tensor in pair)
+        store, *pair = self._read[cache_rows.layer]
+        if cache_rows.rows is not None:
+            keys, values = (gather_rows(tensor, cache_rows.rows - store.start) for tensor in pair)
         else:
             keys, values = (
-                tensor[:, :, place.start - store.start : place.stop - store.start]
+                tensor[:, :, cache_rows.start - store.start : cache_rows.stop - store.start]
                 for tensor in pair
             )
         return keys, values
@@ -58,12 +58,12 @@ class Smoothed(Policy):
     weight: float
     recomputed: Recomputed
 
-    def read(self, keys: Tensor, values: Tensor, place: Place) -> KV:
+    def read(self, keys: Tensor, values: Tensor, cache_rows: CacheRows) -> KV:
         """The mean, in float32 at least and rounded once."""
-        place.check_known("smooth")
+        cache_rows.check_known("smooth")
         if self.weight == 1:
             return keys, values
-        rows = self.recomputed.rows(place)
+        rows = self.recomputed.rows(cache_rows)
         if self.weight == 0:
             return rows
         mixed = (self._mean(*pair) for pair in zip((keys, values), rows, strict=True))

@@ -17,14 +17,14 @@ from torch.nn.functional import pad
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import ModelInfo
-from kvinterp.models.attaching import Listener, Site
+from kvinterp.models.attaching import HookPoint, Listener
 from kvinterp.models.caches import KeysValues, OwnCache, gather_rows
-from kvinterp.policies import Place, Policy
+from kvinterp.policies import CacheRows, Policy
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values of another number of rows than others in the same call."""
 
-ReadListener = Callable[[Place, Tensor, Tensor], "KeysValues | None"]
+ReadListener = Callable[[CacheRows, Tensor, Tensor], "KeysValues | None"]
 """Called with what attention is about to read; what it returns is read instead."""
 
 
@@ -146,7 +146,7 @@ class Store:
         # By layer: the absolute positions of the rows left, [batch, kv_head, row], and their least.
         self._positions: dict[int, Tensor] = {}
         self._starts: dict[int, int] = {}
-        self._places: dict[int, Place] = {}
+        self._rows_of_layer: dict[int, CacheRows] = {}
         if self.policy.evicts and not policy.evicts:
             # Masks, positions and every refusal rest on the policy's own word.
             raise InputError(
@@ -185,8 +185,10 @@ class Store:
         begun, new, written = self.length(layer), (keys, values), (keys, values)
         stop = self._lengths[layer] = begun + keys.shape[2]
         if not self._unchanged:
-            place = Place(layer, begun, stop, self.facts.cached_keys_rotated, prompt=self.prompt)
-            written = self.policy.write(keys, values, place)
+            cache_rows = CacheRows(
+                layer, begun, stop, self.facts.cached_keys_rotated, prompt=self.prompt
+            )
+            written = self.policy.write(keys, values, cache_rows)
             if self.cache_dtype is not None:
                 written = written[0].to(self.cache_dtype), written[1].to(self.cache_dtype)
         handed = self.memory.append(layer, *written, window, *more, **named)
@@ -199,9 +201,11 @@ class Store:
                 torch.cat([self._positions[layer], rows], 2) if layer in self._positions else rows
             )
             self._starts.setdefault(layer, begun)
-        place = self._places[layer] = self._place(layer, stop, min(stop, handed[0].shape[2]))
+        cache_rows = self._rows_of_layer[layer] = self._cache_rows(
+            layer, stop, min(stop, handed[0].shape[2])
+        )
         # A static cache hands over all its room, of which the last slots may be empty.
-        filled = stop - place.start if place.rows is None else place.rows.shape[2]
+        filled = stop - cache_rows.start if cache_rows.rows is None else cache_rows.rows.shape[2]
         if layer in self._patched:
             self._patched[layer] = [
                 pad(marks, (0, keys.shape[2]))[..., -filled:] for marks in self._patched[layer]
@@ -214,10 +218,10 @@ class Store:
         changed = (
             filled_read
             if exact or self._unchanged
-            else self._through_policy(layer, filled_read, place)
+            else self._through_policy(layer, filled_read, cache_rows)
         )
         for listener in self.listeners:
-            heard = listener(place, *changed)
+            heard = listener(cache_rows, *changed)
             if heard is not None:
                 self._write_patch(layer, changed, heard, handed)
                 changed = heard
@@ -231,10 +235,12 @@ class Store:
 
     def hear(self, site: str, layer: int, tensor: Tensor) -> None:
         """Shows the policy a site of the forward that runs."""
-        place = self._places.get(layer, Place(layer, 0, 0, self.facts.cached_keys_rotated))
+        cache_rows = self._rows_of_layer.get(
+            layer, CacheRows(layer, 0, 0, self.facts.cached_keys_rotated)
+        )
         if site in ("pattern", "attn_scores"):
-            tensor = tensor[..., : place.positions.shape[-1]]
-        self.policy.see(site, tensor, place)
+            tensor = tensor[..., : cache_rows.positions.shape[-1]]
+        self.policy.see(site, tensor, cache_rows)
 
     def settle(self) -> None:
         """Lets go of what the policy does not keep; called when a forward is over and attention has
@@ -252,7 +258,9 @@ class Store:
         for layer in self._lengths:
             keys, values = self.keys_values(layer)
             last = keys.shape[2] - 1
-            kept = self.policy.keep(keys, values, self._place(layer, self.length(layer), last + 1))
+            kept = self.policy.keep(
+                keys, values, self._cache_rows(layer, self.length(layer), last + 1)
+            )
             if kept is not None:
                 rows = kept.to(keys.device).expand(*keys.shape[:2], -1).sort(-1).values
                 # The newest row stands behind them, so that there is a least position where a
@@ -294,14 +302,16 @@ class Store:
                 "for all its layers: keep as many in each."
             )
 
-    def _place(self, layer: int, stop: int, filled: int) -> Place:
+    def _cache_rows(self, layer: int, stop: int, filled: int) -> CacheRows:
         rotated, rows = self.facts.cached_keys_rotated, self._positions.get(layer)
         if rows is not None:
-            return Place(layer, self._starts[layer], stop, rotated, rows=rows, prompt=self.prompt)
+            return CacheRows(
+                layer, self._starts[layer], stop, rotated, rows=rows, prompt=self.prompt
+            )
         window = self.facts.windows[layer]
         # A cache that a user brings may let go of positions, and does not say of which.
         known = filled >= (stop if window is None else min(stop, window))
-        return Place(layer, stop - filled, stop, rotated, known, prompt=self.prompt)
+        return CacheRows(layer, stop - filled, stop, rotated, known, prompt=self.prompt)
 
     def _as_computed(self, layer: int, new: Pair, written: Pair, handed: Pair, filled: int) -> Pair:
         """Keys and values of a prefill as they were computed, laid out in memory as the cache hands
@@ -334,11 +344,11 @@ class Store:
             )
         return result[0], result[1]
 
-    def _through_policy(self, layer: int, held_pair: Pair, place: Place) -> Pair:
+    def _through_policy(self, layer: int, held_pair: Pair, cache_rows: CacheRows) -> Pair:
         """What the policy reads of what is held; a row that a watcher put there is read as it was
         put.
         """
-        keys, values = self.policy.read(*held_pair, place)
+        keys, values = self.policy.read(*held_pair, cache_rows)
         if layer not in self._patched:
             return keys, values
         pairs = zip(self._patched[layer], held_pair, (keys, values), strict=True)
@@ -400,7 +410,7 @@ class PassThrough(Store):
 
 def policy_listeners(
     policy: Policy, layers: int, store: Callable[[], Store | None]
-) -> dict[Site, Listener]:
+) -> dict[HookPoint, Listener]:
     """The hooks through which a policy sees the sites it asked for.
 
     Args:

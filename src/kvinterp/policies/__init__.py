@@ -3,7 +3,7 @@
 A policy is a frozen dataclass that overrides methods of :class:`Policy`, which map tensors to
 tensors: ``write`` changes the keys and values of new positions before the cache keeps them,
 ``read`` changes rows of the cache before attention reads them, ``keep`` chooses the rows that stay
-after attention has read, and ``see`` gets the sites that the policy names. The :class:`Place` holds
+after attention has read, and ``see`` gets the sites that the policy names. The :class:`CacheRows` hold
 the layer and the absolute positions. A policy with state returns a copy from ``start``; several
 make a :class:`Chain`, ``a+b``.
 
@@ -13,6 +13,8 @@ cache keeps, as llama.cpp does. A recompute path keeps nothing, so there ``write
 change what attention reads at every position.
 """
 
-from kvinterp.policies.base import Chain, Place, Policy
+from kvinterp.policies.base import CacheRows, Chain, Policy
 from kvinterp.policies.identity import Identity
 from kvinterp.policies.registry import POLICIES, policy_named
+
+Place = CacheRows  # The name by which policies of others import it.

@@ -21,7 +21,7 @@ from kvinterp.common.checks import check_choice
 from kvinterp.common.spec import name_of, text_of
 from kvinterp.errors import InputError, UnsupportedError, unexpected
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.models.caches import KeysValues, Place, gather_rows
+from kvinterp.models.caches import CacheRows, KeysValues, gather_rows
 
 KV = KeysValues
 
@@ -69,32 +69,32 @@ class Policy:
         """
         return self
 
-    def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
+    def write(self, keys: Tensor, values: Tensor, cache_rows: CacheRows) -> KV:
         """The keys and values that the cache keeps of new positions; called once a layer and
         forward.
 
         Args:
             keys: The new keys, ``[batch, kv_head, row, head_dim]``.
             values: The new values.
-            place: The layer, and the absolute positions ``start`` to ``stop`` of the new rows.
+            cache_rows: The layer, and the absolute positions ``start`` to ``stop`` of the new rows.
         """
         return keys, values
 
-    def read(self, keys: Tensor, values: Tensor, place: Place) -> KV:
+    def read(self, keys: Tensor, values: Tensor, cache_rows: CacheRows) -> KV:
         """The keys and values that attention reads; called once a layer and forward, but not in a
         prefill with ``prefill=exact``. On a recompute path the rows are all those of the forward.
 
         Args:
             keys: The keys in the cache, ``[batch, kv_head, row, head_dim]``.
             values: The values in the cache.
-            place: The layer; ``place.positions`` are the rows' absolute positions, ``place.rows``
-                the same where rows were dropped and None elsewhere, and ``place.remade`` says that
+            cache_rows: The layer; ``cache_rows.positions`` are the rows' absolute positions, ``cache_rows.rows``
+                the same where rows were dropped and None elsewhere, and ``cache_rows.remade`` says that
                 a later policy of a chain has already changed these numbers.
         """
         return keys, values
 
     def keep(
-        self, keys: Tensor, values: Tensor, place: Place
+        self, keys: Tensor, values: Tensor, cache_rows: CacheRows
     ) -> Int[Tensor, "*batch_and_kv_head kept"] | None:
         """Chooses the rows of the cache that stay for the forwards that follow.
 
@@ -104,9 +104,9 @@ class Policy:
         Args:
             keys: The keys in the cache, ``[batch, kv_head, row, head_dim]``.
             values: The values in the cache.
-            place: The layer; ``place.positions`` are the rows' absolute positions, and
-                ``place.prompt`` is the number of positions of the prompt, 0 where it is not known:
-                ``place.stop`` equals it once the prefill is over.
+            cache_rows: The layer; ``cache_rows.positions`` are the rows' absolute positions, and
+                ``cache_rows.prompt`` is the number of positions of the prompt, 0 where it is not known:
+                ``cache_rows.stop`` equals it once the prefill is over.
 
         Returns:
             Indices of rows, ``[kept]`` for all heads alike or ``[batch, kv_head, kept]``: in any
@@ -119,7 +119,7 @@ class Policy:
         """The sites that :meth:`see` is called with, such as ``("pattern",)``."""
         return ()
 
-    def see(self, site: str, tensor: Tensor, place: Place) -> None:
+    def see(self, site: str, tensor: Tensor, cache_rows: CacheRows) -> None:
         """Called with each of its :attr:`sites` in every layer of every forward, before
         :meth:`keep`.
 
@@ -127,7 +127,7 @@ class Policy:
             site: The name of the site.
             tensor: Its tensor, in the layout that all kinds of model share:
                 ``[batch, query_head, query, key]`` for ``pattern``.
-            place: The rows that attention last read in this layer: the columns of ``pattern`` and
+            cache_rows: The rows that attention last read in this layer: the columns of ``pattern`` and
                 ``attn_scores``.
         """
 
@@ -174,11 +174,11 @@ def running(policy: Kind, **state: Any) -> Kind:
     return clone
 
 
-def positions_of(place: Place, rows: Tensor) -> Int[Tensor, "batch kv_head row"]:
+def positions_of(cache_rows: CacheRows, rows: Tensor) -> Int[Tensor, "batch kv_head row"]:
     """The absolute positions of rows in the cache, ``[batch, kv_head, row, ...]``, on their
     device.
     """
-    return place.positions.to(rows.device).expand(rows.shape[:3])
+    return cache_rows.positions.to(rows.device).expand(rows.shape[:3])
 
 
 TENSORS = {"kv": ("k", "v"), "k": ("k",), "v": ("v",)}
@@ -233,32 +233,32 @@ class Selective(Policy):
         """The bits of :meth:`element_bits` for the tensors that the policy changes."""
         return self.element_bits(width) if tensor in TENSORS[self.on] else None
 
-    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def write_rows(self, tensor: Tensor, which: str, cache_rows: CacheRows) -> Tensor:
         """The rows that the cache keeps of new rows of one tensor.
 
         Args:
             tensor: ``[batch, kv_head, row, head_dim]``, with the chosen heads only.
             which: ``"k"`` or ``"v"``.
-            place: The layer and positions.
+            cache_rows: The layer and positions.
         """
         return tensor
 
-    def read_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def read_rows(self, tensor: Tensor, which: str, cache_rows: CacheRows) -> Tensor:
         """The rows that attention reads of one tensor's rows in the cache; see
         :meth:`write_rows`.
         """
         return tensor
 
-    def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
+    def write(self, keys: Tensor, values: Tensor, cache_rows: CacheRows) -> KV:
         """Applies :meth:`write_rows` to K and to V."""
-        return self._apply(self.write_rows, keys, "k", place), self._apply(
-            self.write_rows, values, "v", place
+        return self._apply(self.write_rows, keys, "k", cache_rows), self._apply(
+            self.write_rows, values, "v", cache_rows
         )
 
-    def read(self, keys: Tensor, values: Tensor, place: Place) -> KV:
+    def read(self, keys: Tensor, values: Tensor, cache_rows: CacheRows) -> KV:
         """Applies :meth:`read_rows` to K and to V."""
-        return self._apply(self.read_rows, keys, "k", place), self._apply(
-            self.read_rows, values, "v", place
+        return self._apply(self.read_rows, keys, "k", cache_rows), self._apply(
+            self.read_rows, values, "v", cache_rows
         )
 
     @property
@@ -295,16 +295,20 @@ class Selective(Policy):
         return which in TENSORS[self.on] and (not self.layers or layer in self.layers)
 
     def _apply(
-        self, act: Callable[[Tensor, str, Place], Tensor], tensor: Tensor, which: str, place: Place
+        self,
+        act: Callable[[Tensor, str, CacheRows], Tensor],
+        tensor: Tensor,
+        which: str,
+        cache_rows: CacheRows,
     ) -> Tensor:
-        if not self.applies_to(which, place.layer):
+        if not self.applies_to(which, cache_rows.layer):
             return tensor
         if not self.heads:
-            return act(tensor, which, place)
+            return act(tensor, which, cache_rows)
         heads = list(self.heads)
-        rows = None if place.rows is None else place.rows[:, heads]
+        rows = None if cache_rows.rows is None else cache_rows.rows[:, heads]
         changed = act(
-            tensor[:, heads], which, dataclasses.replace(place, rows=rows, heads=self.heads)
+            tensor[:, heads], which, dataclasses.replace(cache_rows, rows=rows, heads=self.heads)
         )
         whole = tensor.to(changed.dtype, copy=True)
         whole[:, heads] = changed
@@ -326,30 +330,32 @@ class Chain(Policy):
         """A chain of the parts' running policies."""
         return Chain(tuple(part.start(facts) for part in self.parts))
 
-    def write(self, keys: Tensor, values: Tensor, place: Place) -> KV:
+    def write(self, keys: Tensor, values: Tensor, cache_rows: CacheRows) -> KV:
         """Writes through the parts from first to last."""
         for part in self.parts:
-            keys, values = part.write(keys, values, place)
+            keys, values = part.write(keys, values, cache_rows)
         return keys, values
 
-    def read(self, keys: Tensor, values: Tensor, place: Place) -> KV:
+    def read(self, keys: Tensor, values: Tensor, cache_rows: CacheRows) -> KV:
         """Reads through the parts from last to first."""
         for part in reversed(self.parts):
-            keys, values = part.read(keys, values, place)
-            place = dataclasses.replace(place, remade=place.remade or part.reads)
+            keys, values = part.read(keys, values, cache_rows)
+            cache_rows = dataclasses.replace(cache_rows, remade=cache_rows.remade or part.reads)
         return keys, values
 
     def keep(
-        self, keys: Tensor, values: Tensor, place: Place
+        self, keys: Tensor, values: Tensor, cache_rows: CacheRows
     ) -> Int[Tensor, "*batch_and_kv_head kept"] | None:
         """The rows that all parts keep; each part chooses among those that the parts before it
         left.
         """
         left: Tensor | None = None
         for part in self.parts:
-            if (rows := part.keep(keys, values, place)) is not None:
+            if (rows := part.keep(keys, values, cache_rows)) is not None:
                 every = rows.expand(*keys.shape[:2], -1)
-                place = dataclasses.replace(place, rows=positions_of(place, keys).gather(2, every))
+                cache_rows = dataclasses.replace(
+                    cache_rows, rows=positions_of(cache_rows, keys).gather(2, every)
+                )
                 keys, values = gather_rows(keys, every), gather_rows(values, every)
                 left = every if left is None else left.gather(2, every)
         return left
@@ -371,11 +377,11 @@ class Chain(Policy):
         """The sites of all parts."""
         return tuple(dict.fromkeys(site for part in self.parts for site in part.sites))
 
-    def see(self, site: str, tensor: Tensor, place: Place) -> None:
+    def see(self, site: str, tensor: Tensor, cache_rows: CacheRows) -> None:
         """Passes a site to the parts that name it."""
         for part in self.parts:
             if site in part.sites:
-                part.see(site, tensor, place)
+                part.see(site, tensor, cache_rows)
 
     @property
     def depends_on(self) -> tuple[str, ...]:

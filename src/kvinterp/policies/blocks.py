@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import zoo
-from kvinterp.policies.base import Place
+from kvinterp.policies.base import CacheRows
 
 
 def check_blocks(policy: object, block: int, width: int, name: str) -> None:
@@ -68,34 +68,44 @@ class Settled:
         self._start = self._stop = 0
 
     def read(
-        self, cached: Tensor, place: Place, upto: int, rounded: Callable[[Tensor, int], Tensor]
+        self,
+        cached: Tensor,
+        cache_rows: CacheRows,
+        upto: int,
+        rounded: Callable[[Tensor, int], Tensor],
     ) -> Tensor:
         """Returns the rows that attention reads now.
 
         Args:
             cached: ``[batch, kv_head, row, head_dim]``, a row for each position from
-                ``place.start`` to ``place.stop``.
-            place: The layer and positions.
+                ``cache_rows.start`` to ``cache_rows.stop``.
+            cache_rows: The layer and positions.
             upto: Positions below it are rounded; never less than at the call before.
             rounded: Rounds rows, given these and the position of the first.
         """
-        if upto <= place.start:
+        if upto <= cache_rows.start:
             return cached
-        first, parts = max(self._stop, place.start), []
+        first, parts = max(self._stop, cache_rows.start), []
         if self._read is not None:
-            parts.append(self._read[:, :, place.start - self._start : first - self._start])
+            parts.append(self._read[:, :, cache_rows.start - self._start : first - self._start])
         if upto > first:
-            parts.append(rounded(cached[:, :, first - place.start : upto - place.start], first))
-        self._read = torch.cat([*parts, cached[:, :, upto - place.start :]], 2)
-        self._start, self._stop = place.start, upto
+            parts.append(
+                rounded(cached[:, :, first - cache_rows.start : upto - cache_rows.start], first)
+            )
+        self._read = torch.cat([*parts, cached[:, :, upto - cache_rows.start :]], 2)
+        self._start, self._stop = cache_rows.start, upto
         return self._read
 
 
 class Memory(dict[tuple[int, str], Settled]):
     """The rounded rows of each layer's keys and values in one pass."""
 
-    def at(self, place: Place, which: str) -> Settled:
+    def at(self, cache_rows: CacheRows, which: str) -> Settled:
         """The rows of a layer and tensor; empty if another policy may have changed the rows since
         the last read.
         """
-        return Settled() if place.remade else self.setdefault((place.layer, which), Settled())
+        return (
+            Settled()
+            if cache_rows.remade
+            else self.setdefault((cache_rows.layer, which), Settled())
+        )

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvinterp.common.checks import check_choice
 from kvinterp.errors import InputError, unexpected
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import Place, Policy, Selective, running
+from kvinterp.policies.base import CacheRows, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, Settled
 
 FORMATS = {
@@ -85,17 +85,17 @@ class Fp8(Selective):
         super().start(facts)
         return running(self, _largest={}, _settled=Memory()) if self.reads else self
 
-    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def write_rows(self, tensor: Tensor, which: str, cache_rows: CacheRows) -> Tensor:
         """Rounds rows if the scale is a number; else keeps them exact and notes their largest
         magnitude.
         """
         if not isinstance(self.scale, str):
             return self.rounded(tensor, self.scale)
-        if self._largest is not None and (place.layer, which) not in self._settled:
-            self._largest.setdefault((place.layer, which), []).append(self.largest(tensor))
+        if self._largest is not None and (cache_rows.layer, which) not in self._settled:
+            self._largest.setdefault((cache_rows.layer, which), []).append(self.largest(tensor))
         return tensor
 
-    def read_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def read_rows(self, tensor: Tensor, which: str, cache_rows: CacheRows) -> Tensor:
         """Rounds rows with the scale of the prefill; outside a pass with the scale of the rows
         themselves.
         """
@@ -103,16 +103,16 @@ class Fp8(Selective):
             return tensor
         if self._largest is None:
             return self.rounded(tensor, self.scale_of(self.largest(tensor)))
-        at = place.layer, which
+        at = cache_rows.layer, which
         largest = self._largest[at]
         if at not in self._settled:
             largest[:] = [torch.stack(largest[:-1] or largest).amax(0)]
             self._settled[at] = Settled()
         scale = self.scale_of(largest[0])
-        if place.rows is not None:
+        if cache_rows.rows is not None:
             return self.rounded(tensor, scale)
-        return self._settled.at(place, which).read(
-            tensor, place, place.stop, lambda rows, _: self.rounded(rows, scale)
+        return self._settled.at(cache_rows, which).read(
+            tensor, cache_rows, cache_rows.stop, lambda rows, _: self.rounded(rows, scale)
         )
 
     def largest(self, tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import Place, Policy, Selective
+from kvinterp.policies.base import CacheRows, Policy, Selective
 from kvinterp.policies.blocks import check_blocks, cut
 
 BLOCK = 32
@@ -44,7 +44,7 @@ class _Blocks(Selective):
         check_blocks(self, BLOCK, facts.head_dim, facts.name)
         return super().start(facts)
 
-    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def write_rows(self, tensor: Tensor, which: str, cache_rows: CacheRows) -> Tensor:
         """Computes in float32, as the reference does, and returns the tensor's dtype."""
         return self.rounded(cut(tensor.float(), BLOCK, self)).flatten(-2).to(tensor.dtype)
 

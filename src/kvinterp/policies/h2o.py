@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvinterp.policies.base import Place
+from kvinterp.policies.base import CacheRows
 from kvinterp.policies.scored import Scored, check_share
 
 
@@ -44,7 +44,7 @@ class H2O(Scored):
         """How many of the newest rows stay whatever they score."""
         return max(1, int(self.recent_ratio * prompt + 1e-9))
 
-    def accumulate(self, totals: Tensor, weights: Tensor, place: Place) -> Tensor:
+    def accumulate(self, totals: Tensor, weights: Tensor, cache_rows: CacheRows) -> Tensor:
         """Adds the attention of every query of this forward."""
         return totals + weights.sum(2)
 

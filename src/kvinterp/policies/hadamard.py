@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvinterp.errors import unexpected
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import Place, Policy, Selective, running
+from kvinterp.policies.base import CacheRows, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, check_blocks, cut
 
 
@@ -51,7 +51,7 @@ class Hadamard(Selective):
         super().start(facts)
         return running(self, _memory=Memory())
 
-    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def write_rows(self, tensor: Tensor, which: str, cache_rows: CacheRows) -> Tensor:
         """Multiplies by sums and differences within each row, so that chunks give the same bits."""
         size = self.block or tensor.shape[-1] & -tensor.shape[-1]
         rows = cut(tensor.to(torch.promote_types(tensor.dtype, torch.float32)), size, self)
@@ -62,13 +62,16 @@ class Hadamard(Selective):
             half *= 2
         return (rows * size**-0.5).flatten(-2).to(tensor.dtype)
 
-    def read_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def read_rows(self, tensor: Tensor, which: str, cache_rows: CacheRows) -> Tensor:
         """Multiplies again, since the matrix is its own inverse; in a pass each row once, however
         often it is read.
         """
         # If another policy evicts rows, positions are not those from start to stop.
-        if self._memory is None or place.rows is not None:
-            return self.write_rows(tensor, which, place)
-        return self._memory.at(place, which).read(
-            tensor, place, place.stop, lambda rows, _: self.write_rows(rows, which, place)
+        if self._memory is None or cache_rows.rows is not None:
+            return self.write_rows(tensor, which, cache_rows)
+        return self._memory.at(cache_rows, which).read(
+            tensor,
+            cache_rows,
+            cache_rows.stop,
+            lambda rows, _: self.write_rows(rows, which, cache_rows),
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvinterp.common.checks import check_whole
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import Place, Policy, Selective
+from kvinterp.policies.base import CacheRows, Policy, Selective
 from kvinterp.policies.blocks import affine, check_blocks, cut
 
 
@@ -28,7 +28,7 @@ class Int8(Selective):
         """A byte, and four bytes for each head's scale."""
         return 8 + 32 / width
 
-    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def write_rows(self, tensor: Tensor, which: str, cache_rows: CacheRows) -> Tensor:
         """Computes in float32 and returns the tensor's dtype."""
         rows = tensor.float()
         scale = rows.abs().amax(-1, keepdim=True) / 127
@@ -66,6 +66,6 @@ class Int4(Selective):
         check_blocks(self, self.group or 1, facts.head_dim, facts.name)
         return super().start(facts)
 
-    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def write_rows(self, tensor: Tensor, which: str, cache_rows: CacheRows) -> Tensor:
         """Computes in the tensor's own dtype, as quanto does."""
         return affine(cut(tensor, self.group or tensor.shape[-1], self), 4).flatten(-2)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvinterp.common.checks import check_whole
 from kvinterp.errors import UnsupportedError, unexpected
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import TENSORS, Place, Policy, Selective, running
+from kvinterp.policies.base import TENSORS, CacheRows, Policy, Selective, running
 from kvinterp.policies.blocks import Memory, Settled, affine, check_blocks, cut
 
 
@@ -72,23 +72,25 @@ class Kivi(Selective):
         super().start(facts)
         return running(self, _memory=Memory())
 
-    def read_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def read_rows(self, tensor: Tensor, which: str, cache_rows: CacheRows) -> Tensor:
         """Rounds the rows that have left the window, each once in a pass.
 
         Raises:
             UnsupportedError: Rows are missing, so that groups of neighbouring tokens are not there.
         """
-        if place.rows is not None:
+        if cache_rows.rows is not None:
             raise UnsupportedError(
                 "policy kivi rounds neighbouring tokens together, and another policy of this path lets go of rows: leave one out."
             )
         settled, before = (
-            Settled() if self._memory is None else self._memory.at(place, which),
-            place.stop - 1,
+            Settled() if self._memory is None else self._memory.at(cache_rows, which),
+            cache_rows.stop - 1,
         )
         if which == "k":
-            return settled.read(tensor, place, before - before % self.residual, self.per_channel)
-        return settled.read(tensor, place, max(before - self.residual, 0), self.per_token)
+            return settled.read(
+                tensor, cache_rows, before - before % self.residual, self.per_channel
+            )
+        return settled.read(tensor, cache_rows, max(before - self.residual, 0), self.per_token)
 
     def per_channel(self, rows: Tensor, first: int) -> Tensor:
         """Rounds keys; groups of tokens begin at multiples of the group."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvinterp.common.checks import check_whole
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import Place, Policy, Selective, positions_of, running
+from kvinterp.policies.base import CacheRows, Policy, Selective, positions_of, running
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,18 +56,18 @@ class LowRank(Selective):
             )
         return running(self, _every=sorted(layers), _prompt={}, _truncated={})
 
-    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def write_rows(self, tensor: Tensor, which: str, cache_rows: CacheRows) -> Tensor:
         """Keeps the rows of the prompt."""
-        if place.start < (place.prompt or 1):
-            self._prompt.setdefault((which, place.layer), []).append(tensor)
+        if cache_rows.start < (cache_rows.prompt or 1):
+            self._prompt.setdefault((which, cache_rows.layer), []).append(tensor)
         return tensor
 
-    def read_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def read_rows(self, tensor: Tensor, which: str, cache_rows: CacheRows) -> Tensor:
         """Replaces the prompt's rows by those of the decomposition; in a stored prefill, of the
         rows there are by then.
         """
-        pieces = self._prompt.get((which, place.layer), [])
-        if pieces and sum(piece.shape[2] for piece in pieces) == place.stop:
+        pieces = self._prompt.get((which, cache_rows.layer), [])
+        if pieces and sum(piece.shape[2] for piece in pieces) == cache_rows.stop:
             if self.group > 1:
                 raise UnsupportedError(
                     f"policy {self} needs K and V of {self.group} layers at once, and with prefill=stored or "
@@ -75,11 +75,15 @@ class LowRank(Selective):
                 )
             low = truncated([torch.cat(pieces, 2)], self.rank)[0]
         else:
-            low = self._prompt_rows(which, place.layer)
-        at = positions_of(place, tensor)
-        if place.rows is None:
+            low = self._prompt_rows(which, cache_rows.layer)
+        at = positions_of(cache_rows, tensor)
+        if cache_rows.rows is None:
             return torch.cat(
-                [low[:, :, place.start :], tensor[:, :, max(low.shape[2] - place.start, 0) :]], 2
+                [
+                    low[:, :, cache_rows.start :],
+                    tensor[:, :, max(low.shape[2] - cache_rows.start, 0) :],
+                ],
+                2,
             )
         rows = low.gather(2, at.clamp(max=low.shape[2] - 1)[..., None].expand_as(tensor))
         return torch.where((at < low.shape[2])[..., None], rows, tensor)

@@ -35,7 +35,7 @@ from kvinterp.common.draws import draws
 from kvinterp.common.spec import name_of
 from kvinterp.errors import InputError
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import Place, Policy, Selective, running
+from kvinterp.policies.base import CacheRows, Policy, Selective, running
 
 PRESERVED = ("nothing", "sign", "magnitude", "mean", "sign+mean", "magnitude+mean")
 AT_ONCE = 64
@@ -101,11 +101,11 @@ class _Noise(Selective):
         super().start(facts)
         return running(self, _blocks={})
 
-    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def write_rows(self, tensor: Tensor, which: str, cache_rows: CacheRows) -> Tensor:
         """The rows with their errors, computed in float32 at least and rounded once."""
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        heads = place.heads or tuple(range(tensor.shape[1]))
-        error = self._errors_at(which, place, heads, tensor.shape[3]).to(wide)
+        heads = cache_rows.heads or tuple(range(tensor.shape[1]))
+        error = self._errors_at(which, cache_rows, heads, tensor.shape[3]).to(wide)
         if self.error == "multiplicative":
             error = wide * error
         elif self.preserve == "mean":
@@ -128,16 +128,16 @@ class _Noise(Selective):
         return 1 + self.expected - (2 * part if "sign" in self.preserve else 0)
 
     def _errors_at(
-        self, which: str, place: Place, heads: tuple[int, ...], width: int
+        self, which: str, cache_rows: CacheRows, heads: tuple[int, ...], width: int
     ) -> Float[Tensor, "kv_head row head_dim"]:
-        """The errors of the rows from ``place.start`` to ``place.stop``."""
-        first, last = place.start // AT_ONCE, (place.stop - 1) // AT_ONCE
+        """The errors of the rows from ``cache_rows.start`` to ``cache_rows.stop``."""
+        first, last = cache_rows.start // AT_ONCE, (cache_rows.stop - 1) // AT_ONCE
         blocks = [
-            self._block(which, place.layer, number, heads, width)
+            self._block(which, cache_rows.layer, number, heads, width)
             for number in range(first, last + 1)
         ]
         whole = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
-        return whole[:, place.start - first * AT_ONCE : place.stop - first * AT_ONCE]
+        return whole[:, cache_rows.start - first * AT_ONCE : cache_rows.stop - first * AT_ONCE]
 
     def _block(
         self, which: str, layer: int, number: int, heads: tuple[int, ...], width: int

@@ -16,7 +16,7 @@ from kvinterp.common.checks import check_number
 from kvinterp.common.spec import name_of
 from kvinterp.errors import unexpected
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import Place, Policy, positions_of, running
+from kvinterp.policies.base import CacheRows, Policy, positions_of, running
 
 
 def check_share(policy: Policy, field: str) -> None:
@@ -59,7 +59,7 @@ class Scored(Policy, abc.ABC):
         self,
         totals: Float[Tensor, "batch kv_head row"],
         weights: Float[Tensor, "batch kv_head query row"],
-        place: Place,
+        cache_rows: CacheRows,
     ) -> Float[Tensor, "batch kv_head row"]:
         """Updates the total of each row after a forward.
 
@@ -67,7 +67,7 @@ class Scored(Policy, abc.ABC):
             totals: The totals before it; 0 for new rows.
             weights: The forward's attention probabilities, averaged over the query heads of each KV
                 head.
-            place: The layer and positions; the last query is at position ``place.stop - 1``.
+            cache_rows: The layer and positions; the last query is at position ``cache_rows.stop - 1``.
         """
         return totals
 
@@ -83,46 +83,48 @@ class Scored(Policy, abc.ABC):
             totals: The totals of :meth:`accumulate`; 0 if it was not called.
         """
 
-    def see(self, site: str, tensor: Tensor, place: Place) -> None:
+    def see(self, site: str, tensor: Tensor, cache_rows: CacheRows) -> None:
         """Accumulates the attention that the rows received."""
         # Blocks may differ in how many KV heads they have (Gemma 4).
-        heads = self._heads if place.rows is None else place.rows.shape[1]
+        heads = self._heads if cache_rows.rows is None else cache_rows.rows.shape[1]
         groups = rearrange(
             tensor,
             "batch (kv_head group) query key -> batch kv_head group query key",
             kv_head=heads,
         )
         weights = groups.mean(2, dtype=torch.promote_types(tensor.dtype, torch.float32))
-        totals = self._totals_of(weights[:, :, 0], place)
-        at = positions_of(place, weights[:, :, 0])
-        self._totals[place.layer].scatter_(2, at, self.accumulate(totals, weights, place))
+        totals = self._totals_of(weights[:, :, 0], cache_rows)
+        at = positions_of(cache_rows, weights[:, :, 0])
+        self._totals[cache_rows.layer].scatter_(2, at, self.accumulate(totals, weights, cache_rows))
 
     def keep(
-        self, keys: Tensor, values: Tensor, place: Place
+        self, keys: Tensor, values: Tensor, cache_rows: CacheRows
     ) -> Int[Tensor, "batch kv_head kept"] | None:
         """The rows with the largest scores, as many as there is room for."""
-        prompt, rows = place.prompt or place.stop, keys.shape[2]
+        prompt, rows = cache_rows.prompt or cache_rows.stop, keys.shape[2]
         budget = self.budget(prompt)
-        if rows <= budget or (place.stop != prompt and not self.goes_on):
+        if rows <= budget or (cache_rows.stop != prompt and not self.goes_on):
             return None
-        scores = self.scores(keys, values, self._totals_of(keys[..., 0], place))
+        scores = self.scores(keys, values, self._totals_of(keys[..., 0], cache_rows))
         scores = scores.masked_fill(
             torch.arange(rows, device=scores.device) >= rows - self.newest(prompt), torch.inf
         )
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :budget]
 
-    def _totals_of(self, like: Tensor, place: Place) -> Tensor:
+    def _totals_of(self, like: Tensor, cache_rows: CacheRows) -> Tensor:
         """The totals of the rows in the cache; makes room for the positions to come."""
-        totals = self._totals.get(place.layer)
+        totals = self._totals.get(cache_rows.layer)
         if totals is None:
             totals = like.new_zeros(
                 *like.shape[:2], 0, dtype=torch.promote_types(like.dtype, torch.float32)
             )
-        if totals.shape[2] < place.stop:
+        if totals.shape[2] < cache_rows.stop:
             # Twice what is needed, so that a long decode moves it a few times and not at every
             # step.
-            totals = self._totals[place.layer] = pad(totals, (0, 2 * place.stop - totals.shape[2]))
-        return totals.gather(2, positions_of(place, like))
+            totals = self._totals[cache_rows.layer] = pad(
+                totals, (0, 2 * cache_rows.stop - totals.shape[2])
+            )
+        return totals.gather(2, positions_of(cache_rows, like))
 
 
 @dataclasses.dataclass(frozen=True)

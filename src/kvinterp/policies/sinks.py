@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvinterp.common.checks import check_whole
-from kvinterp.policies.base import Place, Policy
+from kvinterp.policies.base import CacheRows, Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,9 @@ class Sinks(Policy):
         check_whole("policy 'sinks': sinks", self.sinks, 0)
         check_whole("policy 'sinks': window", self.window)
 
-    def keep(self, keys: Tensor, values: Tensor, place: Place) -> Int[Tensor, " kept"] | None:
+    def keep(
+        self, keys: Tensor, values: Tensor, cache_rows: CacheRows
+    ) -> Int[Tensor, " kept"] | None:
         """The first rows and the last."""
         count = keys.shape[2]
         if count <= self.sinks + self.window:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import Chain, Place, Policy, Selective
+from kvinterp.policies.base import CacheRows, Chain, Policy, Selective
 
 
 def bits_at(
@@ -64,6 +64,6 @@ def _rows_kept(policy: Policy, facts: ModelInfo, rows: int) -> int:
     if not policy.evicts:
         return rows
     nothing = torch.zeros(()).expand(1, facts.kv_heads, rows, facts.head_dim)
-    place = Place(0, 0, rows, facts.cached_keys_rotated, prompt=rows)
-    kept = policy.start(facts).keep(nothing, nothing, place)
+    cache_rows = CacheRows(0, 0, rows, facts.cached_keys_rotated, prompt=rows)
+    kept = policy.start(facts).keep(nothing, nothing, cache_rows)
     return rows if kept is None else kept.shape[-1]

@@ -10,7 +10,7 @@ from torch.nn.functional import avg_pool1d, pad
 
 from kvinterp.common.checks import check_whole
 from kvinterp.errors import unexpected
-from kvinterp.policies.base import Place
+from kvinterp.policies.base import CacheRows
 from kvinterp.policies.scored import Budgeted
 
 
@@ -51,10 +51,12 @@ class Snapkv(Budgeted):
         """How many of the newest rows stay whatever they score."""
         return self.window_size
 
-    def accumulate(self, totals: Tensor, weights: Tensor, place: Place) -> Tensor:
+    def accumulate(self, totals: Tensor, weights: Tensor, cache_rows: CacheRows) -> Tensor:
         """Adds the attention of those of this forward's queries that lie in the window."""
         queries = weights.shape[2]
-        first = (place.prompt or place.stop) - self.window_size - (place.stop - queries)
+        first = (
+            (cache_rows.prompt or cache_rows.stop) - self.window_size - (cache_rows.stop - queries)
+        )
         return totals + weights[:, :, max(first, 0) :].sum(2)
 
     def scores(self, keys: Tensor, values: Tensor, totals: Tensor) -> Tensor:

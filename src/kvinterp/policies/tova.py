@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvinterp.policies.base import Place
+from kvinterp.policies.base import CacheRows
 from kvinterp.policies.scored import Budgeted
 
 
@@ -29,7 +29,7 @@ class Tova(Budgeted):
         """The row of the query itself."""
         return 1
 
-    def accumulate(self, totals: Tensor, weights: Tensor, place: Place) -> Tensor:
+    def accumulate(self, totals: Tensor, weights: Tensor, cache_rows: CacheRows) -> Tensor:
         """Replaces the totals by the attention of the newest query."""
         return weights[:, :, -1].mean(1, keepdim=True).expand_as(totals)
 

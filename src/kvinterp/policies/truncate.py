@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvinterp.common.checks import check_whole
 from kvinterp.errors import UnsupportedError
-from kvinterp.policies.base import Place, Selective
+from kvinterp.policies.base import CacheRows, Selective
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -39,7 +39,7 @@ class Truncate(Selective):
         super().__post_init__()
         check_whole("truncate's bits", self.bits, 0, 52)
 
-    def write_rows(self, tensor: Tensor, which: str, place: Place) -> Tensor:
+    def write_rows(self, tensor: Tensor, which: str, cache_rows: CacheRows) -> Tensor:
         """Clears the low bits of rows; elements that are not finite stay."""
         mantissa = -round(math.log2(torch.finfo(tensor.dtype).eps))
         if self.bits > mantissa:

@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.hook_names import HOOKS, hook_name, hook_of
 from kvinterp.models.sites import LAYOUTS
 
 
 def cache_of(
-    records: Mapping[Site, Tensor], model: Any = None, more: Mapping[str, Tensor] | None = None
+    records: Mapping[HookPoint, Tensor], model: Any = None, more: Mapping[str, Tensor] | None = None
 ) -> Any:
     """Makes an ``ActivationCache`` of one forward.
 
@@ -55,7 +55,7 @@ def is_activation_cache(value: object) -> bool:
     )
 
 
-def records_of(cache: Any, batched: bool = False) -> dict[Site, Tensor]:
+def records_of(cache: Any, batched: bool = False) -> dict[HookPoint, Tensor]:
     """Returns the tensors of an ``ActivationCache`` by site and layer, without the batch (of one)
     unless ``batched``.
 
@@ -63,16 +63,16 @@ def records_of(cache: Any, batched: bool = False) -> dict[Site, Tensor]:
         InputError: It holds no site, or several prompts without ``batched``.
         UnsupportedError: A tensor is not of the shape that its site has here.
     """
-    records: dict[Site, Tensor] = {}
+    records: dict[HookPoint, Tensor] = {}
     for name, tensor in cache.cache_dict.items():
         try:
-            place = hook_of(name)
+            hook_point = hook_of(name)
         except InputError:
             # A hook without a site, such as that of a norm's scale.
             continue
-        if place is None or place[1] is None or place[0] not in HOOKS:
+        if hook_point is None or hook_point[1] is None or hook_point[0] not in HOOKS:
             continue
-        site, layer = place[0], int(place[1])
+        site, layer = hook_point[0], int(hook_point[1])
         rows = tensor if cache.has_batch_dim else tensor[None]
         if rows.shape[0] != 1 and not batched:
             raise InputError(

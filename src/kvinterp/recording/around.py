@@ -15,7 +15,7 @@ from torch import Tensor
 from kvinterp.common import words
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 from kvinterp.models.calls import Call, Calls
 from kvinterp.models.hook_names import Names
 from kvinterp.models.hooks import LAST
@@ -109,7 +109,7 @@ class _Batch:
     ids: Tensor | None = None
     pads: tuple[int, ...] = (0,)
     """The pads in front of each row, as they were known when the window was laid."""
-    empty: dict[Site, Tensor] = dataclasses.field(default_factory=dict)
+    empty: dict[HookPoint, Tensor] = dataclasses.field(default_factory=dict)
     """What stands for each pass that has left the window: no rows."""
 
     @property
@@ -123,12 +123,16 @@ _ON_DISK = torch.empty(0)
 
 
 class _Pieces(Sequence[Tensor]):
-    """What the passes of a batch showed of one place, in memory or on disk."""
+    """What the passes of a batch showed of one hook point, in memory or on disk."""
 
     def __init__(
-        self, kept: Sequence[Tensor], parts: Parts | None, place: Site, numbers: Sequence[int]
+        self,
+        kept: Sequence[Tensor],
+        parts: Parts | None,
+        hook_point: HookPoint,
+        numbers: Sequence[int],
     ) -> None:
-        self._kept, self._parts, self._place, self._numbers = kept, parts, place, numbers
+        self._kept, self._parts, self._hook_point, self._numbers = kept, parts, hook_point, numbers
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -136,7 +140,7 @@ class _Pieces(Sequence[Tensor]):
     def __getitem__(self, at: Any) -> Any:
         number = self._numbers[at]
         if self._parts is not None and number in self._parts:
-            return self._parts.read(self._place, number)
+            return self._parts.read(self._hook_point, number)
         return self._kept[number]
 
 
@@ -182,10 +186,10 @@ class Recording(Recorder, WatchesPasses):
         self._calls = Calls(self.adapter, self.logits)
         self._batches: list[_Batch] = []
         self._now = (0, 0)
-        self._passes = passes = Passes(self.adapter, self, self.context, self.places)
-        listeners = {place: [listener] for place, listener in self.listeners.items()}
+        self._passes = passes = Passes(self.adapter, self, self.context, self.hook_points)
+        listeners = {hook_point: [listener] for hook_point, listener in self.listeners.items()}
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.adapter.attached(self.places, LAST))
+            stack.enter_context(self.adapter.attached(self.hook_points, LAST))
             stack.enter_context(self.adapter.listening(listeners, LAST))
             stack.enter_context(passes.watching())
             stack.enter_context(self._calls.watching())
@@ -305,8 +309,10 @@ class Recording(Recorder, WatchesPasses):
             if at in kept and window.holds(at - begin, batch.prompt_length - begin)
         ]
 
-    def _pieces_of(self, batch: _Batch) -> Callable[[Site], Sequence[Tensor]]:
-        return lambda place: _Pieces(self.kept[place], self._parts, place, batch.numbers)
+    def _pieces_of(self, batch: _Batch) -> Callable[[HookPoint], Sequence[Tensor]]:
+        return lambda hook_point: _Pieces(
+            self.kept[hook_point], self._parts, hook_point, batch.numbers
+        )
 
     def _logits_of(self, batch: _Batch, row: int, count: int) -> Tensor:
         """The newest logits of the pass before each generated token."""
@@ -345,7 +351,7 @@ class Recording(Recorder, WatchesPasses):
 
     def pass_ends(self, ran: Sequence[int]) -> None:
         """Ends the step, if it showed every recorded site."""
-        missing = [place for place in self.kept if place not in self._pieces]
+        missing = [hook_point for hook_point in self.kept if hook_point not in self._pieces]
         if missing:
             self.pass_cut()
             raise InputError(self._error(*missing[0], ran))
@@ -367,13 +373,13 @@ class Recording(Recorder, WatchesPasses):
     def _packed(self, tensors: list[Tensor]) -> list[Tensor]:
         return tensors if self.window is None else self._packing.packed(tensors)
 
-    def __getitem__(self, place: Site | str) -> Tensor:
+    def __getitem__(self, hook_point: HookPoint | str) -> Tensor:
         """As a :class:`Recorder`'s, unless what was recorded lies in parts on disk."""
         if self._parts is not None:
             raise InputError(
                 "what was recorded lies in parts on disk: take it from texts(), one tensor at a time."
             )
-        return super().__getitem__(place)
+        return super().__getitem__(hook_point)
 
     def _lay_window(self, cached: int, new: int) -> None:
         """Finds the columns that are kept of the pass that begins."""
@@ -413,16 +419,16 @@ class Recording(Recorder, WatchesPasses):
         before = range(here.start, here.stop) if here.columns is None else here.columns
         rows = torch.tensor([before.index(column) for column in columns], dtype=torch.long)
         batch.passes[at] = dataclasses.replace(here, columns=columns)
-        for place, tensors in self.kept.items():
-            shown, axis = tensors[self._gone], LAYOUTS[place[0]].rows
-            if columns and place[0] not in (*CACHE_SITES, ROWS):
+        for hook_point, tensors in self.kept.items():
+            shown, axis = tensors[self._gone], LAYOUTS[hook_point[0]].rows
+            if columns and hook_point[0] not in (*CACHE_SITES, ROWS):
                 chosen = shown.index_select(axis, rows.to(shown.device))
                 tensors[self._gone] = self._packed([chosen])[0]
                 continue
             # One for all passes: a tensor for each would keep pieces of what is let go of.
-            if place not in batch.empty:
-                batch.empty[place] = shown.narrow(axis, 0, 0).clone()
-            tensors[self._gone] = batch.empty[place]
+            if hook_point not in batch.empty:
+                batch.empty[hook_point] = shown.narrow(axis, 0, 0).clone()
+            tensors[self._gone] = batch.empty[hook_point]
 
     def _write_parts(self) -> None:
         """Writes what is held to disk, if that is asked for and it is much."""

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from kvinterp.common.files import bytes_of, is_file, strict_json
 from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, UnsupportedError, shown
-from kvinterp.models.attaching import Site
-from kvinterp.models.hook_names import hook_name, place_of
+from kvinterp.models.attaching import HookPoint
+from kvinterp.models.hook_names import hook_name, hook_point_of
 from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS
 from kvinterp.recording.activation_cache import cache_of
@@ -92,7 +92,7 @@ class Generation:
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
-    records: Mapping[Site, Tensor]
+    records: Mapping[HookPoint, Tensor]
     positions: tuple[int, ...]
     path: str = "cached"
     logits: Float[Tensor, "token vocab"] | None = None
@@ -127,11 +127,11 @@ class Generation:
             f"{', '.join(sites) or 'nothing'} of {layers} layers at {len(self.positions)} positions>"
         )
 
-    def __getitem__(self, place: Site | str) -> Tensor:
+    def __getitem__(self, hook_point: HookPoint | str) -> Tensor:
         """Returns a site at a layer (-1: the last), or a hook by its name: ``[position, ...]``, or
         ``[head, query, key]``.
         """
-        found = cast(Site, place_of(place))
+        found = cast(HookPoint, hook_point_of(hook_point))
         if (
             isinstance(found, tuple)
             and len(found) == 2
@@ -143,7 +143,8 @@ class Generation:
         if found not in self.records:
             have = ", ".join(dict.fromkeys(site for site, _ in self.records)) or "nothing"
             raise InputError(
-                f"this text has no {shown(place)}: it recorded {have}; ask for a site and a layer, such as ('resid_post', 0)."
+                f"this text has no {shown(hook_point)}: it recorded {have}; ask "
+                f"for a site and a layer, such as ('resid_post', 0)."
             )
         return self.records[found]
 
@@ -160,9 +161,9 @@ class Generation:
         """
         self._check_whole("an ActivationCache has no places for the positions of its rows")
         records = {
-            place: tensor[None]
-            for place, tensor in self.records.items()
-            if place[0] not in CACHE_SITES
+            hook_point: tensor[None]
+            for hook_point, tensor in self.records.items()
+            if hook_point[0] not in CACHE_SITES
         }
         owner = self.adapter if model is None else model
         fed = self.text[: len(self.positions)]
@@ -180,9 +181,9 @@ class Generation:
         self._check_whole("a trace has every step")
         cut = len(self.prompt)
         ends = range(cut, len(self.positions) + 1)
-        records: dict[Site, list[Tensor]] = {}
-        for place, tensor in self.records.items():
-            layout = LAYOUTS[place[0]]
+        records: dict[HookPoint, list[Tensor]] = {}
+        for hook_point, tensor in self.records.items():
+            layout = LAYOUTS[hook_point[0]]
             if not layout.gathers and not layout.keys:
                 continue
             starts = [0, *ends[:-1]]
@@ -190,7 +191,7 @@ class Generation:
                 tensor.narrow(layout.rows - 1, start, end - start)
                 for start, end in zip(starts, ends, strict=True)
             ]
-            records[place] = (
+            records[hook_point] = (
                 [row[..., :end] for row, end in zip(rows, ends, strict=True)]
                 if layout.keys
                 else rows
@@ -226,14 +227,15 @@ class Generation:
             The folder, which :meth:`load` reads.
         """
         target = Path(folder)
-        for place in self.records:
+        for hook_point in self.records:
             write_whole(
-                Saved.file(target, place), save({"rows": self.records[place].cpu().contiguous()})
+                Saved.file(target, hook_point),
+                save({"rows": self.records[hook_point].cpu().contiguous()}),
             )
         if self.logits is not None:
             write_whole(target / _LOGITS, save({"logits": self.logits.cpu().contiguous()}))
         about = {name: getattr(self, name) for name in _ABOUT} | {
-            "places": [list(place) for place in self.records]
+            "places": [list(hook_point) for hook_point in self.records]
         }
         write_whole(target / _TEXT, strict_json(about))
         return target
@@ -257,14 +259,14 @@ class Generation:
         try:
             about = json.loads(bytes_of(source / _TEXT))
             made_with = about.pop("provenance")
-            places = [(str(site), int(layer)) for site, layer in about.pop("places")]
+            hook_points = [(str(site), int(layer)) for site, layer in about.pop("places")]
             listed = {name: None if about[name] is None else tuple(about[name]) for name in _LISTS}
             logits = (
                 load(bytes_of(source / _LOGITS))["logits"] if is_file(source / _LOGITS) else None
             )
             return cls(
                 **{**about, **listed},
-                records=Saved(source, places),
+                records=Saved(source, hook_points),
                 logits=logits,
                 adapter=adapter,
                 made_with=made_with,
@@ -307,13 +309,13 @@ class Generation:
         return pd.concat(pieces, ignore_index=True)
 
 
-class Stitched(Mapping[Site, Tensor]):
+class Stitched(Mapping[HookPoint, Tensor]):
     """The records of one row of a batch; a tensor is stitched when it is asked for, so that nothing
     is held twice.
 
     Args:
-        pieces: Returns what each pass showed of a place, ``[batch, ...]``, in order.
-        places: The places.
+        pieces: Returns what each pass showed of a hook point, ``[batch, ...]``, in order.
+        hook_points: The sites and layers.
         passes: The columns of each pass.
         row: The row.
         span: The columns of the row's text: what is before are pads.
@@ -322,45 +324,46 @@ class Stitched(Mapping[Site, Tensor]):
 
     def __init__(
         self,
-        pieces: Callable[[Site], Sequence[Tensor]],
-        places: Sequence[Site],
+        pieces: Callable[[HookPoint], Sequence[Tensor]],
+        hook_points: Sequence[HookPoint],
         passes: Sequence[Pass],
         row: int,
         span: tuple[int, int],
         chosen: Sequence[int] | None = None,
     ) -> None:
-        self._pieces, self._places, self._passes, self._row, self._span = (
+        self._pieces, self._hook_points, self._passes, self._row, self._span = (
             pieces,
-            tuple(places),
+            tuple(hook_points),
             passes,
             row,
             span,
         )
         self._chosen = chosen
 
-    def __iter__(self) -> Iterator[Site]:
-        return iter(self._places)
+    def __iter__(self) -> Iterator[HookPoint]:
+        return iter(self._hook_points)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._hook_points)
 
-    def __contains__(self, place: object) -> bool:
-        return place in self._places
+    def __contains__(self, hook_point: object) -> bool:
+        return hook_point in self._hook_points
 
-    def __getitem__(self, place: Site) -> Tensor:
-        if place not in self._places:
-            raise KeyError(place)
-        pieces, layout, (begin, end) = self._pieces(place), LAYOUTS[place[0]], self._span
-        if place[0] in CACHE_SITES:
+    def __getitem__(self, hook_point: HookPoint) -> Tensor:
+        if hook_point not in self._hook_points:
+            raise KeyError(hook_point)
+        pieces, layout, (begin, end) = self._pieces(hook_point), LAYOUTS[hook_point[0]], self._span
+        if hook_point[0] in CACHE_SITES:
             # A cache holds every row at the last pass.
             return pieces[-1][self._row].narrow(layout.rows - 1, begin, end - begin)
         found = [
-            self._of_pass(place[0], pieces[number][self._row], self._passes[number], columns)
+            self._of_pass(hook_point[0], pieces[number][self._row], self._passes[number], columns)
             for number, first, last in owners(self._passes)
             if len(columns := self._columns(max(first, begin), min(last, end)))
         ]
         return torch.cat(
-            found or [self._of_pass(place[0], pieces[0][self._row], self._passes[0], range(0))],
+            found
+            or [self._of_pass(hook_point[0], pieces[0][self._row], self._passes[0], range(0))],
             layout.rows - 1,
         )
 
@@ -424,7 +427,7 @@ def _looked_up(adapter: Any, tokens: Sequence[int]) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _final_scale(model: Any, records: Mapping[Site, Tensor]) -> dict[str, Tensor]:
+def _final_scale(model: Any, records: Mapping[HookPoint, Tensor]) -> dict[str, Tensor]:
     """The scale of the final norm, which TransformerLens's attributions divide by, from the last
     residual stream.
     """

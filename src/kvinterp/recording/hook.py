@@ -17,12 +17,12 @@ from torch import Tensor
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.models.attaching import Listener, Site
-from kvinterp.models.caches import Place, gather_rows
+from kvinterp.models.attaching import HookPoint, Listener
+from kvinterp.models.caches import CacheRows, gather_rows
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS
 
-LOGITS: Site = ("logits", -1)  # A Site is a pair: the name of a site, and a layer.
-"""The place of the newest position's logits ``[batch, vocab]``, which a hook may replace."""
+LOGITS: HookPoint = ("logits", -1)  # A Site is a pair: the name of a site, and a layer.
+"""The hook point of the newest position's logits ``[batch, vocab]``, which a hook may replace."""
 
 
 class PathHook:
@@ -34,12 +34,12 @@ class PathHook:
             returns replaces that one.
     """
 
-    listeners: Mapping[Site, Listener] = {}
+    listeners: Mapping[HookPoint, Listener] = {}
 
     @property
-    def places(self) -> list[Site]:
+    def hook_points(self) -> list[HookPoint]:
         """The sites and layers that need a hook on the model."""
-        return [place for place in self.listeners if place != LOGITS]
+        return [hook_point for hook_point in self.listeners if hook_point != LOGITS]
 
     @property
     def reads(self) -> bool:
@@ -52,7 +52,9 @@ class PathHook:
     def begin_pass(self) -> None:
         """Called before a forward from position 0."""
 
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+    def on_read(
+        self, cache_rows: CacheRows, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """Called with the keys and values that attention is about to read; what it returns replaces
         them.
         """
@@ -65,12 +67,12 @@ class SiteHook(PathHook):
 
     Args:
         adapter: The model.
-        places: The sites and layers.
+        hook_points: The sites and layers.
         positions: ``"all"``, or ``"newest"`` if :meth:`see` uses the newest row alone, so that no
             other is derived.
         evicted: What is done where a policy has evicted rows. ``"refuse"``: patterns are spread
             over all positions, and a cache site is an error; ``"spread"``: patterns too, and
-            :meth:`see` aligns the cache sites by the rows that a :class:`Place` names;
+            :meth:`see` aligns the cache sites by the rows that the :class:`CacheRows` name;
             ``"as read"``: patterns and cache sites come with the rows that are left.
 
     Raises:
@@ -80,7 +82,7 @@ class SiteHook(PathHook):
     def __init__(
         self,
         adapter: Adapter,
-        places: Iterable[Site],
+        hook_points: Iterable[HookPoint],
         positions: str = "all",
         evicted: str = "refuse",
     ) -> None:
@@ -89,12 +91,12 @@ class SiteHook(PathHook):
             evicted != "as read",
             evicted == "refuse",
         )
-        self.listeners: dict[Site, Listener] = {}
+        self.listeners: dict[HookPoint, Listener] = {}
         self._reads: dict[int, list[str]] = {}
         self._keys_before_rope: dict[int, list[Tensor]] = {}
-        self._rows: dict[int, Place] = {}
+        self._rows: dict[int, CacheRows] = {}
         self._rotated_in_cache, self._device = adapter.facts.cached_keys_rotated, adapter.device
-        for site, layer in sorted(places, key=lambda place: place[0] in CACHE_SITES):
+        for site, layer in sorted(hook_points, key=lambda hook_point: hook_point[0] in CACHE_SITES):
             if site in CACHE_SITES:
                 self._listen_to_cache(adapter, site, layer)
             else:
@@ -118,7 +120,7 @@ class SiteHook(PathHook):
                 stream).
         """
 
-    def rows_left(self, place: Place, rows: Tensor) -> None:
+    def rows_left(self, cache_rows: CacheRows, rows: Tensor) -> None:
         """Called with the positions of a layer's rows where a policy may have let go of some,
         before its cache sites.
         """
@@ -130,25 +132,25 @@ class SiteHook(PathHook):
         self._keys_before_rope.clear()
         self._rows.clear()
 
-    def on_read(self, place: Place, keys: Tensor, values: Tensor) -> None:
+    def on_read(self, cache_rows: CacheRows, keys: Tensor, values: Tensor) -> None:
         """Shows the cache sites that attention is about to read from the store; changes nothing."""
-        if place.rows is not None:
-            self.rows_left(place, place.rows)
+        if cache_rows.rows is not None:
+            self.rows_left(cache_rows, cache_rows.rows)
             if self._align:
-                self._rows[place.layer] = place
-        for site in self._reads.get(place.layer, ()):
-            (place.check_whole if self._whole else place.check_known)(site)
+                self._rows[cache_rows.layer] = cache_rows
+        for site in self._reads.get(cache_rows.layer, ()):
+            (cache_rows.check_whole if self._whole else cache_rows.check_known)(site)
             if site == "cache_k_pre" and self._rotated_in_cache:
-                pieces = self._keys_before_rope[place.layer]
+                pieces = self._keys_before_rope[cache_rows.layer]
                 gathered = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
                 rows = (
-                    gathered[:, :, place.start :]
-                    if place.rows is None
-                    else gather_rows(gathered, place.rows)
+                    gathered[:, :, cache_rows.start :]
+                    if cache_rows.rows is None
+                    else gather_rows(gathered, cache_rows.rows)
                 )
             else:
                 rows = values if site == "cache_v" else keys
-            self._show(site, place.layer, place.start, rows)
+            self._show(site, cache_rows.layer, cache_rows.start, rows)
 
     def _show(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Passes a tensor to :meth:`see`. On a model spread over several devices it is copied to
@@ -181,18 +183,18 @@ class SiteHook(PathHook):
         """Spreads a pattern over absolute positions if a policy evicted rows: those positions get
         no attention.
         """
-        place = self._rows[layer]
-        if not LAYOUTS[site].keys or place.rows is None:
+        cache_rows = self._rows[layer]
+        if not LAYOUTS[site].keys or cache_rows.rows is None:
             return tensor
-        group = tensor.shape[1] // place.rows.shape[1]
+        group = tensor.shape[1] // cache_rows.rows.shape[1]
         rows = repeat(
-            place.rows,
+            cache_rows.rows,
             "batch kv_head key -> batch (kv_head group) query key",
             group=group,
             query=tensor.shape[2],
         )
         whole = tensor.new_full(
-            (*tensor.shape[:3], place.stop), 0.0 if site == "pattern" else -torch.inf
+            (*tensor.shape[:3], cache_rows.stop), 0.0 if site == "pattern" else -torch.inf
         )
         return whole.scatter(3, rows, tensor)
 

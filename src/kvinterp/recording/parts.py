@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError
-from kvinterp.models.attaching import Site
+from kvinterp.models.attaching import HookPoint
 
 PART = 32 * 2**20
 """The bytes that are held in memory before a part is written."""
@@ -89,8 +89,8 @@ class Parts:
         self._part_of: dict[int, int] = {}
         self._open: tuple[int, Any] = (-1, None)
 
-    def write(self, pieces: Mapping[Site, Sequence[Tensor]], numbers: Sequence[int]) -> None:
-        """Writes what some passes showed, ``pieces[place][number]`` for each of their numbers, as
+    def write(self, pieces: Mapping[HookPoint, Sequence[Tensor]], numbers: Sequence[int]) -> None:
+        """Writes what some passes showed, ``pieces[hook_point][number]`` for each of their numbers, as
         one part.
         """
         file = self.folder / f"part-{len(self._files):05d}.safetensors"
@@ -108,41 +108,41 @@ class Parts:
     def __contains__(self, number: object) -> bool:
         return number in self._part_of
 
-    def read(self, place: Site, number: int) -> Tensor:
+    def read(self, hook_point: HookPoint, number: int) -> Tensor:
         """What one pass showed."""
         part = self._part_of[number]
         if self._open[0] != part:
             self._open = part, safe_open(self._files[part], framework="pt")
-        return self._open[1].get_tensor(f"{place[0]}.{place[1]}.{number}")  # type: ignore[no-any-return]
+        return self._open[1].get_tensor(f"{hook_point[0]}.{hook_point[1]}.{number}")  # type: ignore[no-any-return]
 
 
-class Saved(Mapping[Site, Tensor]):
+class Saved(Mapping[HookPoint, Tensor]):
     """The tensors that a generation saved, a file each; one is read when it is asked for.
 
     Args:
         folder: The folder.
-        places: The sites and layers in it.
+        hook_points: The sites and layers in it.
     """
 
-    def __init__(self, folder: Path, places: Sequence[Site]) -> None:
-        self._folder, self._places = folder, tuple(places)
+    def __init__(self, folder: Path, hook_points: Sequence[HookPoint]) -> None:
+        self._folder, self._hook_points = folder, tuple(hook_points)
 
-    def __iter__(self) -> Iterator[Site]:
-        return iter(self._places)
+    def __iter__(self) -> Iterator[HookPoint]:
+        return iter(self._hook_points)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._hook_points)
 
-    def __contains__(self, place: object) -> bool:
-        return place in self._places
+    def __contains__(self, hook_point: object) -> bool:
+        return hook_point in self._hook_points
 
-    def __getitem__(self, place: Site) -> Tensor:
-        if place not in self._places:
-            raise KeyError(place)
-        with safe_open(self.file(self._folder, place), framework="pt") as file:
+    def __getitem__(self, hook_point: HookPoint) -> Tensor:
+        if hook_point not in self._hook_points:
+            raise KeyError(hook_point)
+        with safe_open(self.file(self._folder, hook_point), framework="pt") as file:
             return file.get_tensor("rows")  # type: ignore[no-any-return]
 
     @staticmethod
-    def file(folder: Path, place: Site) -> Path:
+    def file(folder: Path, hook_point: HookPoint) -> Path:
         """The file of a site at a layer."""
-        return folder / f"{place[0]}.{place[1]}.safetensors"
+        return folder / f"{hook_point[0]}.{hook_point[1]}.safetensors"

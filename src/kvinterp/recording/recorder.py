@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from kvinterp.common.checks import check_instance, check_whole, whole_number
 from kvinterp.errors import InputError, UnsupportedError, shown, unexpected
 from kvinterp.models import Adapter
-from kvinterp.models.attaching import Site
-from kvinterp.models.caches import Place
-from kvinterp.models.hook_names import Names, place_of, places_of, sites_of
+from kvinterp.models.attaching import HookPoint
+from kvinterp.models.caches import CacheRows
+from kvinterp.models.hook_names import Names, hook_point_of, hook_points_of, sites_of
 from kvinterp.models.inputs import chosen_heads, chosen_layers, chosen_steps
 from kvinterp.models.sites import ATTENDED_SITES, CACHE_SITES, LAYOUTS, ROWS
 from kvinterp.recording.activation_cache import cache_of
@@ -80,11 +80,11 @@ class Recorder(SiteHook):
                 "has several tensors: leave it out to record the newest position of the last run."
             )
         self.adapter, self.positions = adapter, positions
-        self.sites, places = places_of(adapter, sites, layers)
+        self.sites, hook_points = hook_points_of(adapter, sites, layers)
         self.derived = tuple(filter(adapter.derives, self.sites))
         self.layers = (
-            tuple(sorted({layer for _, layer in places}))
-            if places
+            tuple(sorted({layer for _, layer in hook_points}))
+            if hook_points
             else chosen_layers(adapter, layers)
         )
         self.steps = None if steps is None else frozenset(chosen_steps(steps))
@@ -94,9 +94,9 @@ class Recorder(SiteHook):
             kind: None if heads is None else torch.tensor(heads)
             for kind, heads in (("query", self.heads), ("KV", self.kv_heads), ("", None))
         }
-        self.kept: dict[Site, list[Tensor]] = {place: [] for place in places}
+        self.kept: dict[HookPoint, list[Tensor]] = {hook_point: [] for hook_point in hook_points}
         self.recorded_steps: list[int] = []
-        self._pieces: dict[Site, list[Tensor]] = {}
+        self._pieces: dict[HookPoint, list[Tensor]] = {}
         self._on = False
         super().__init__(adapter, self.kept, positions, evicted="as read")
 
@@ -124,8 +124,8 @@ class Recorder(SiteHook):
             pieces[0] if len(pieces) == 1 else self._joined(site, pieces)
             for (site, _), pieces in self._pieces.items()
         ]
-        for place, tensor in zip(self._pieces, self._packed(joined), strict=True):
-            self.kept.setdefault(place, []).append(tensor)
+        for hook_point, tensor in zip(self._pieces, self._packed(joined), strict=True):
+            self.kept.setdefault(hook_point, []).append(tensor)
         self._pieces = {}
         self._on = False
 
@@ -134,10 +134,10 @@ class Recorder(SiteHook):
         self.end_step()
         return [tensors.pop() for tensors in self.kept.values() if tensors]
 
-    def rows_left(self, place: Place, rows: Tensor) -> None:
+    def rows_left(self, cache_rows: CacheRows, rows: Tensor) -> None:
         """Keeps the positions of the rows beside the sites that are shown by row."""
-        if any((site, place.layer) in self.kept for site in WITH_ROWS):
-            self._show(ROWS, place.layer, place.start, rows)
+        if any((site, cache_rows.layer) in self.kept for site in WITH_ROWS):
+            self._show(ROWS, cache_rows.layer, cache_rows.start, rows)
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Keeps the chosen rows and heads of a tensor, if this step is recorded."""
@@ -176,17 +176,17 @@ class Recorder(SiteHook):
             2,
         )
 
-    def keys(self) -> list[Site]:
+    def keys(self) -> list[HookPoint]:
         """The keys of :meth:`__getitem__`: the sites and layers that are kept."""
         return list(self.kept)
 
-    def __iter__(self) -> Iterator[Site]:
+    def __iter__(self) -> Iterator[HookPoint]:
         """Iterates over :meth:`keys`."""
         return iter(self.kept)
 
-    def __contains__(self, place: object) -> bool:
+    def __contains__(self, hook_point: object) -> bool:
         """Whether a site at a layer, or a hook by its name, is kept."""
-        return self._place(place) in self.kept
+        return self._hook_point(hook_point) in self.kept
 
     def __len__(self) -> int:
         """How many sites and layers are kept."""
@@ -194,21 +194,25 @@ class Recorder(SiteHook):
 
     def values(self) -> list[Tensor]:
         """The values of :meth:`__getitem__`, in the order of the keys."""
-        return [self[place] for place in self.kept]
+        return [self[hook_point] for hook_point in self.kept]
 
-    def items(self) -> list[tuple[Site, Tensor]]:
+    def items(self) -> list[tuple[HookPoint, Tensor]]:
         """Pairs of keys and values."""
-        return [(place, self[place]) for place in self.kept]
+        return [(hook_point, self[hook_point]) for hook_point in self.kept]
 
-    def _place(self, name: object) -> object:
+    def _hook_point(self, name: object) -> object:
         """The site and layer of a name; a negative layer counts from the last."""
-        place = place_of(name)
-        layer = whole_number(place[1]) if isinstance(place, tuple) and len(place) == 2 else None
+        hook_point = hook_point_of(name)
+        layer = (
+            whole_number(hook_point[1])
+            if isinstance(hook_point, tuple) and len(hook_point) == 2
+            else None
+        )
         if layer is not None and -self.adapter.facts.layers <= layer < 0:
-            return place[0], layer + self.adapter.facts.layers  # type: ignore[index]
-        return place
+            return hook_point[0], layer + self.adapter.facts.layers  # type: ignore[index]
+        return hook_point
 
-    def __getitem__(self, place: Site | str) -> Tensor:
+    def __getitem__(self, hook_point: HookPoint | str) -> Tensor:
         """Returns a site at a layer (-1: the last), or a hook or module by its name, with the batch
         first.
 
@@ -216,16 +220,16 @@ class Recorder(SiteHook):
         ``[forward, batch, ...]``, and ragged lengths padded with NaN (positions with -1).
         :attr:`kept` has them one by one.
         """
-        place = cast(Site, self._place(place))
-        if place not in self.kept:
+        hook_point = cast(HookPoint, self._hook_point(hook_point))
+        if hook_point not in self.kept:
             have = ", ".join(f"({s!r}, {layer})" for s, layer in self.kept)
             raise InputError(
-                f"nothing was recorded as {shown(place)}: expected a site and a layer, one of {have}."
+                f"nothing was recorded as {shown(hook_point)}: expected a site and a layer, one of {have}."
             )
-        tensors = self.kept[place]
+        tensors = self.kept[hook_point]
         if not tensors:
             raise InputError(
-                f"{shown(place)} was recorded of no forward yet: run the model within kv.record(...) first."
+                f"{shown(hook_point)} was recorded of no forward yet: run the model within kv.record(...) first."
             )
         return tensors[0] if len(tensors) == 1 else stacked(tensors)
 
@@ -258,5 +262,5 @@ class Recorder(SiteHook):
             raise InputError(
                 f"forward={forward!r} was not recorded: {count} were; give a number from 0, or -1 for the last."
             )
-        tensors = {place: record[forward] for place, record in self.kept.items()}
+        tensors = {hook_point: record[forward] for hook_point, record in self.kept.items()}
         return cache_of(tensors, self.adapter.model if model is None else model)

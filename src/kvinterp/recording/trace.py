@@ -21,8 +21,8 @@ from kvinterp.common.files import bytes_of, is_file, strict_json
 from kvinterp.common.numbers import counted, models_of
 from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, shown
-from kvinterp.models.attaching import Site
-from kvinterp.models.hook_names import HOOKS, place_of
+from kvinterp.models.attaching import HookPoint
+from kvinterp.models.hook_names import HOOKS, hook_point_of
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.recording.activation_cache import cache_of
 from kvinterp.recording.engine_path import LARGEST, MISSING, positive, token_ids
@@ -58,7 +58,7 @@ class Trace:
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     fed: tuple[int, ...]
-    records: dict[Site, list[Tensor]]
+    records: dict[HookPoint, list[Tensor]]
     steps: tuple[int, ...]
     logits: Float[Tensor, "step vocab"] | None = None
     ended: str = "length"
@@ -137,13 +137,13 @@ class Trace:
         if why := positive(rows.numpy()):
             raise InputError(f"{why} Give log-probs, or the logits of the whole vocabulary.")
         records = {
-            cast(Site, place_of(place)): [*_array(tensor)]
-            for place, tensor in (hidden or {}).items()
+            cast(HookPoint, hook_point_of(hook_point)): [*_array(tensor)]
+            for hook_point, tensor in (hidden or {}).items()
         }
         if wrong := [
-            place
-            for place, record in records.items()
-            if len(record) != len(tokens) or not isinstance(place, tuple)
+            hook_point
+            for hook_point, record in records.items()
+            if len(record) != len(tokens) or not isinstance(hook_point, tuple)
         ]:
             raise InputError(
                 f"hidden[{shown(wrong[0])}] does not fit {len(tokens)} tokens: expected a row for each, by site and layer."
@@ -177,30 +177,30 @@ class Trace:
         path = ", ".join(filter(None, (models_of([self.provenance]), f"path {self.path}")))
         return f"<Trace of {path}: {len(self.prompt)} prompt tokens, {len(self.tokens)} steps, {records}>"
 
-    def __getitem__(self, place: Site | str) -> Tensor:
+    def __getitem__(self, hook_point: HookPoint | str) -> Tensor:
         """Returns one site at one layer, stacked over the recorded steps; ragged lengths are padded
         at their end with NaN (positions with -1). The tensor of a step as it was is
-        ``records[place][steps.index(step)]``.
+        ``records[hook_point][steps.index(step)]``.
 
         Args:
-            place: A site and a layer, ``("pattern", 1)``, or a hook's name,
+            hook_point: A site and a layer, ``("pattern", 1)``, or a hook's name,
                 ``"blocks.1.attn.hook_pattern"``.
         """
-        place = cast(Site, place_of(place))
-        if place not in self.records:
+        hook_point = cast(HookPoint, hook_point_of(hook_point))
+        if hook_point not in self.records:
             layers = Counter(site for site, _ in self.records)
             have = [
                 f"{site} of {counted(count, 'layer')}" for site, count in sorted(layers.items())
             ] or ["nothing"]
             raise InputError(
-                f"this trace holds no {shown(place)}: it recorded {', '.join(have)}; ask for a site and a layer, as in "
+                f"this trace holds no {shown(hook_point)}: it recorded {', '.join(have)}; ask for a site and a layer, as in "
                 "trace['pattern', 1]."
             )
-        if not self.records[place]:
+        if not self.records[hook_point]:
             raise InputError(
-                f"this trace recorded none of its {len(self.tokens)} steps at {place!r}: record one with steps=..., or all."
+                f"this trace recorded none of its {len(self.tokens)} steps at {hook_point!r}: record one with steps=..., or all."
             )
-        return stacked(self.records[place])
+        return stacked(self.records[hook_point])
 
     def to_activation_cache(self, step: int | None = None, model: Any = None) -> Any:
         """Returns one step as TransformerLens's ``ActivationCache``, by the names of its hooks,
@@ -226,12 +226,12 @@ class Trace:
         until = self.steps.index(step) + 1
         every_step = self.path.startswith("cached") and self.steps[:until] == tuple(range(until))
         tensors = {}
-        for place, record in self.records.items():
-            if place[0] in HOOKS:
-                layout, tensor = LAYOUTS[place[0]], record[until - 1]
+        for hook_point, record in self.records.items():
+            if hook_point[0] in HOOKS:
+                layout, tensor = LAYOUTS[hook_point[0]], record[until - 1]
                 if every_step and layout.gathers and tensor.dim() == layout.dimensions - 1:
                     tensor = torch.cat(record[:until])
-                tensors[place] = tensor[None]
+                tensors[hook_point] = tensor[None]
         return cache_of(tensors, model)
 
     @property
@@ -263,7 +263,7 @@ class Trace:
             for f in dataclasses.fields(self)
             if f.name not in ("records", "logits", "ids")
         }
-        about["places"] = [list(place) for place in self.records]
+        about["places"] = [list(hook_point) for hook_point in self.records]
         write_whole(target / _TENSORS, save(tensors))
         write_whole(target / _ABOUT, strict_json(about))
         return target
@@ -294,7 +294,7 @@ class Trace:
                 if about.get(name) is not None
             }
             logits, ids = (tensors.pop(name, None) for name in ("logits", "ids"))
-            records: dict[Site, dict[int, Tensor]] = {
+            records: dict[HookPoint, dict[int, Tensor]] = {
                 (site, layer): {} for site, layer in about.pop("places", ())
             }
             for name, tensor in tensors.items():
@@ -302,7 +302,8 @@ class Trace:
                 pieces = {int(step[0]): tensor} if step else dict(enumerate(tensor.unbind(0)))
                 records.setdefault((site, int(layer)), {}).update(pieces)
             lists = {
-                place: [record[i] for i in sorted(record)] for place, record in records.items()
+                hook_point: [record[i] for i in sorted(record)]
+                for hook_point, record in records.items()
             }
             return cls(**about, records=lists, logits=logits, ids=ids)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:

@@ -226,7 +226,7 @@ def attention_comparison(
     shown_heads.sort(key=lambda head: (-head.row["kl"], head.row["layer"], head.row["head"]))
     most_heads = max(_CELLS // (3 * len(view.starts) ** 2), 1) if most is None else most
     table = pd.DataFrame(
-        [{**head.row, "shown": place < most_heads} for place, head in enumerate(shown_heads)]
+        [{**head.row, "shown": number < most_heads} for number, head in enumerate(shown_heads)]
     )
     sides = sides or (pair[0].path, pair[1].path)
     found, shown = finding_of(table, step, *sides), shown_heads[:most_heads]
@@ -370,7 +370,9 @@ def _trace_of(cache: Any) -> Trace:
             f"one ActivationCache and a {type(cache).__name__} were given: expected two caches."
         )
     records = {
-        place: [tensor] for place, tensor in records_of(cache).items() if place[0] == "pattern"
+        hook_point: [tensor]
+        for hook_point, tensor in records_of(cache).items()
+        if hook_point[0] == "pattern"
     }
     if not records:
         raise InputError("a cache holds no attn.hook_pattern: let run_with_cache keep it.")

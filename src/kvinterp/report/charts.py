@@ -132,7 +132,7 @@ def _draw_series(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
                 subset=["value"]
             )
             shift = (index - (len(names) - 1) / 2) * gap
-            _draw_line(axes, line.assign(place=line["place"] + shift), panel, index, name)
+            _draw_line(axes, line.assign(tick=line["tick"] + shift), panel, index, name)
         _write_why(axes, points[points["facet"] == facet], sideways)
         if panel.level == "equal":
             axes.axline((0.5, 0.5), (1, 1), **_GREY)
@@ -147,7 +147,7 @@ def _draw_series(grid: Any, panel: Panel, facets: Sequence[Any]) -> None:
             axes.grid(visible=True, axis="x")
             axes.grid(visible=False, axis="y")
         else:
-            set_scale(axes, "x", panel.xscale, points["place"].to_numpy(float))
+            set_scale(axes, "x", panel.xscale, points["tick"].to_numpy(float))
     if sideways:
         grid[0, 0].set_yticks(
             range(len(labels)), [fill(str(label), _LABEL) for label in labels], fontsize=7.5
@@ -168,11 +168,11 @@ def _write_why(axes: Axes, points: pd.DataFrame, sideways: bool) -> None:
         "color": "#555555",
         "va": "center",
     }
-    for place, why in (
-        dict(zip(said["place"], said["why"], strict=True)).items() if sideways else ()
+    for tick, why in (
+        dict(zip(said["tick"], said["why"], strict=True)).items() if sideways else ()
     ):
-        if points.loc[points["place"] == place, "value"].isna().all():
-            axes.text(0.01, place, why, fontsize=6.5, bbox=_ON_WHITE, **look)
+        if points.loc[points["tick"] == tick, "value"].isna().all():
+            axes.text(0.01, tick, why, fontsize=6.5, bbox=_ON_WHITE, **look)
     if sideways and points["value"].isna().all():
         axes.set_xticks([])
         axes.set_xticks([], minor=True)
@@ -194,14 +194,14 @@ def _draw_line(axes: Axes, points: pd.DataFrame, panel: Panel, index: int, name:
     alike = {name: look[name] for name in ("color", "rasterized")}
     if panel.kind == "medians":
         faint: Any = {"markersize": 2.6, "alpha": 0.35, "markeredgewidth": 0}
-        axes.plot(points["place"], points["drawn"], look["marker"], **faint, **alike)
+        axes.plot(points["tick"], points["drawn"], look["marker"], **faint, **alike)
         marked = points[points["mark"].astype(bool)]
         if len(marked):
             label = (
                 panel.mark[1] if panel.mark[1] not in axes.get_legend_handles_labels()[1] else ""
             )
             axes.plot(
-                marked["place"],
+                marked["tick"],
                 marked["drawn"],
                 "X",
                 color="#000000",
@@ -210,7 +210,7 @@ def _draw_line(axes: Axes, points: pd.DataFrame, panel: Panel, index: int, name:
                 label=label,
             )
         points = medians_of(points)
-    ends = points["place"], points["low"], points["high"]
+    ends = points["tick"], points["low"], points["high"]
     if points["low"].isna().all():
         pass
     elif panel.ends == "band" and not sideways:
@@ -228,13 +228,13 @@ def _draw_line(axes: Axes, points: pd.DataFrame, panel: Panel, index: int, name:
         look |= {"linestyle": "none", "alpha": 0.75}
     elif len(points) > 40:
         look["markevery"] = max(1, len(points) // 20)
-    across, up = ("drawn", "place") if sideways else ("place", "drawn")
+    across, up = ("drawn", "tick") if sideways else ("tick", "drawn")
     axes.plot(points[across], points[up], label=name, **look)
     beyond = points[points["value"].abs() > 1] if panel.scale == "signed" else points[:0]
-    for place, value in zip(beyond["place"], beyond["value"], strict=True):
+    for tick, value in zip(beyond["tick"], beyond["value"], strict=True):
         # What is beyond a signed scale is written at its edge.
         text = f"{'▲' if value > 0 else '▼'} {percent(value)}"
-        at = (0.86 * np.sign(value), place) if sideways else (place, 0.92 * np.sign(value))
+        at = (0.86 * np.sign(value), tick) if sideways else (tick, 0.92 * np.sign(value))
         axes.annotate(text, at, ha="center", va="center", fontsize=6.5, zorder=5, bbox=_ON_WHITE)
 
 
@@ -271,7 +271,7 @@ def set_scale(axes: Axes, along: str, name: str, values: np.ndarray) -> None:
         axis.set_minor_formatter(NullFormatter())
     elif name == "doubling":
         scale("log", base=2)
-        axis.set_ticks(places := np.unique(values), [f"{place:g}" for place in places])
+        axis.set_ticks(tick_values := np.unique(values), [f"{tick:g}" for tick in tick_values])
     elif name == "whole":
         axis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
         if len(values):

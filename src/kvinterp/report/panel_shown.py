@@ -150,14 +150,14 @@ def code_of(question: Asked, prompt: str, other: str, bench: str) -> str:
 def label_of(question: Asked) -> str:
     """The choices of a patch in a few words."""
     head = "" if question.head is None else f", head {numbers_in_words(question.head)}"
-    place = f"{question.site}, layer {numbers_in_words(question.layer)}{head}"
+    label = f"{question.site}, layer {numbers_in_words(question.layer)}{head}"
     positions = question.positions
     where = (
         f"positions {positions_in_words(positions)}"
         if isinstance(positions, tuple)
         else f"{positions} positions"
     )
-    return f"{place}, {where}, step {question.step}, {question.direction}, {question.donor}"
+    return f"{label}, {where}, step {question.step}, {question.direction}, {question.donor}"
 
 
 def question_in_words(question: Asked, heads: tuple[int, str], last_step: int) -> str:
@@ -174,7 +174,7 @@ def question_in_words(question: Asked, heads: tuple[int, str], last_step: int) -
         if question.head is None
         else f"{kind} {numbers_in_words(question.head)}"
     )
-    place = f"{question.site} of layer {numbers_in_words(question.layer)}" + (
+    label = f"{question.site} of layer {numbers_in_words(question.layer)}" + (
         f", {several}" if count else ""
     )
     positions = question.positions
@@ -199,7 +199,7 @@ def question_in_words(question: Asked, heads: tuple[int, str], last_step: int) -
         "prompt": "those of the other prompt, which is fed the same tokens",
         "zero": "zeros",
     }[question.donor]
-    return f"{place}, at {where}, {when}: replaced in the {question.into} path by {source}."
+    return f"{label}, at {where}, {when}: replaced in the {question.into} path by {source}."
 
 
 def numbers_in_words(number: int | tuple[int, ...] | None) -> str:

@@ -75,12 +75,12 @@ def _series(panel: Panel, titles: Mapping[Any, str]) -> dict[str, Any]:
             line = here[here["color"] == color].dropna(subset=["value"])
             drawn: dict[str, Any] = {"line": index, "faint": []}
             if panel.kind == "medians":
-                drawn["faint"] = [_numbers(line["place"]), _numbers(line["drawn"])]
+                drawn["faint"] = [_numbers(line["tick"]), _numbers(line["drawn"])]
                 marked = line[line["mark"].astype(bool)]
-                drawn["marked"] = [_numbers(marked["place"]), _numbers(marked["drawn"])]
+                drawn["marked"] = [_numbers(marked["tick"]), _numbers(marked["drawn"])]
                 line = medians_of(line)
             drawn |= {
-                "at": _numbers(line["place"]),
+                "at": _numbers(line["tick"]),
                 "value": _numbers(line["drawn"]),
                 "beyond": [
                     percent(number) if panel.scale == "signed" and abs(number) > 1 else ""
@@ -93,17 +93,17 @@ def _series(panel: Panel, titles: Mapping[Any, str]) -> dict[str, Any]:
                 drawn |= {"low": _numbers(line["low"]), "high": _numbers(line["high"])}
             lines.append(drawn)
         said = here[(here["why"] != "") & here["value"].isna()]
-        why = dict(zip(said["place"], said["why"], strict=True))
+        why = dict(zip(said["tick"], said["why"], strict=True))
         if panel.kind == "dots":
-            empty = here["value"].isna().groupby(here["place"]).all()
-            why = {place: text for place, text in why.items() if empty[place]}
+            empty = here["value"].isna().groupby(here["tick"]).all()
+            why = {tick: text for tick, text in why.items() if empty[tick]}
         else:
             why = dict(list(why.items())[:1]) if here["value"].isna().all() else {}
         facets.append(
             {
                 "title": _text(title),
                 "lines": lines,
-                "why": [[float(place), _text(text)] for place, text in why.items()],
+                "why": [[float(tick), _text(text)] for tick, text in why.items()],
             }
         )
     level = panel.level
@@ -188,22 +188,22 @@ def points_of(panel: Panel) -> tuple[pd.DataFrame, dict[Any, str], list[Any]]:
     """What lines, points, steps and dots show.
 
     Returns:
-        ``place``, ``value``, ``drawn`` (the value within the scale), ``low``, ``high``, ``color``,
+        ``tick``, ``value``, ``drawn`` (the value within the scale), ``low``, ``high``, ``color``,
         ``facet``, ``mark`` and ``why`` of each row; the legend's names by the values of ``color``;
         and the labels of the places from the bottom, where these are no numbers.
     """
     sideways = panel.kind == "dots"
-    value, place = (panel.x, panel.y) if sideways else (panel.y, panel.x)
+    value, tick = (panel.x, panel.y) if sideways else (panel.y, panel.x)
     columns = {"color": panel.color, "facet": panel.facet, "mark": panel.mark[0], "why": panel.why}
-    points = columns_of(panel, place=place, value=value, drawn=value, **columns)
+    points = columns_of(panel, tick=tick, value=value, drawn=value, **columns)
     bare = panel.ends == "none" or panel.kind == "medians"
     for end in ("low", "high"):
         points[end] = panel.table[end] if end in panel.table and not bare else np.nan
     names = dict(panel.names) or {key: str(key) for key in points["color"].unique()}
     points = points[points["color"].isin(names)].copy()
-    labels = list(points["place"].unique())[::-1]
+    labels = list(points["tick"].unique())[::-1]
     if sideways:
-        points["place"] = points["place"].map(labels.index)
+        points["tick"] = points["tick"].map(labels.index)
     if panel.scale == "signed":
         numbers = ["drawn", "low", "high"]
         points[numbers] = points[numbers].clip(-1.05, 1.05)
@@ -211,8 +211,8 @@ def points_of(panel: Panel) -> tuple[pd.DataFrame, dict[Any, str], list[Any]]:
 
 
 def medians_of(points: pd.DataFrame) -> pd.DataFrame:
-    """The median at each place."""
-    return points.groupby("place", as_index=False)[["value", "drawn", "low", "high"]].median()
+    """The median at each tick."""
+    return points.groupby("tick", as_index=False)[["value", "drawn", "low", "high"]].median()
 
 
 def cells_of(panel: Panel) -> tuple[pd.DataFrame, list[Any], list[Any]]:

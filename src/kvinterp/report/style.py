@@ -51,8 +51,8 @@ def line_of(index: int) -> dict[str, Any]:
 
     After the last colour comes the first again, with the next marker and other dashes.
     """
-    turn, place = divmod(index, len(SERIES))
-    color, marker, dashes = (SERIES[(place + part * turn) % len(SERIES)][part] for part in range(3))
+    turn, slot = divmod(index, len(SERIES))
+    color, marker, dashes = (SERIES[(slot + part * turn) % len(SERIES)][part] for part in range(3))
     # Every second line has hollow markers: where two coincide, both are visible.
     hollow = {"markerfacecolor": "#ffffff"} if (index + turn) % 2 else {}
     look = {

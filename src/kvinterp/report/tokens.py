@@ -72,7 +72,7 @@ def changes(comparisons: Mapping[str, Comparison]) -> Parts:
         for label in labels
     }
     steps = pd.concat(
-        [shown[label].assign(label=label, place=place) for place, label in enumerate(labels)]
+        [shown[label].assign(label=label, number=number) for number, label in enumerate(labels)]
     )
     distances = dict.fromkeys(boundary_of(comparisons[label])[0] for label in labels)
     note = f"Distance: {'; or '.join(distances)}." if len(steps) else ""
@@ -89,7 +89,7 @@ def _table(steps: pd.DataFrame) -> Parts:
     prompts by their largest KL.
     """
     steps = steps.assign(
-        later=steps.duplicated(["place", "example"]),
+        later=steps.duplicated(["number", "example"]),
         largest=steps["kl"].where(~steps["flipped"], np.inf),
     )
     steps = steps.sort_values(
@@ -101,12 +101,12 @@ def _table(steps: pd.DataFrame) -> Parts:
         [
             Links(
                 {
-                    f"{row['id']}, step {row['step']}": f"at-{row['place']}-{row['example']}-{row['step']}"
+                    f"{row['id']}, step {row['step']}": f"at-{row['number']}-{row['example']}-{row['step']}"
                 }
             ),
             *(repr(row[f"text_{side}"]) for side in "ab"),
             *(number(row[column]) for column in _SHOWN),
-            row["label"] if steps["place"].any() else "",
+            row["label"] if steps["number"].any() else "",
         ]
         for row in steps.head(FLIPS).to_dict("records")
     ]
@@ -187,10 +187,10 @@ def packed_comparison(comparison: Comparison, maps: int, rows: int) -> bytes:
         ["example", "position"]
     )
     # Each text occurs once, and is referred to by its number.
-    places, tokens = pd.factorize(
+    codes, tokens = pd.factorize(
         pd.concat([steps["token_a"], steps["token_b"], prompts["token"]]).astype(int)
     )
-    text_a, text_b, text_of_prompt = np.split(places, [len(steps), 2 * len(steps)])
+    text_a, text_b, text_of_prompt = np.split(codes, [len(steps), 2 * len(steps)])
     numbers = (
         "kl",
         "max_abs_logit",
@@ -210,7 +210,7 @@ def packed_comparison(comparison: Comparison, maps: int, rows: int) -> bytes:
         "prompts": _prompts(
             comparison,
             steps,
-            prompts.assign(place=text_of_prompt).groupby("example")["place"].agg(list),
+            prompts.assign(number=text_of_prompt).groupby("example")["number"].agg(list),
         ),
         "texts": _texts(comparison, tokens),
         "columns": {
@@ -287,9 +287,9 @@ def _grid(table: pd.DataFrame, steps: pd.DataFrame, value: str, *labels: str) ->
     index = pd.MultiIndex.from_product([range(len(steps)), *columns])
     at = (
         steps[_STEP]
-        .assign(place=range(len(steps)))
+        .assign(number=range(len(steps)))
         .merge(table, on=_STEP)
-        .set_index(["place", *labels])
+        .set_index(["number", *labels])
     )
     return [
         *columns,

@@ -31,12 +31,12 @@ import kvinterp as kv
 import kvinterp.auditing.programs.search as search_file
 from kvinterp.auditing import uses
 from kvinterp.auditing.checks import NUMBERS
+from kvinterp.auditing.programs.first_difference import placed
 from kvinterp.auditing.programs.function_subject import FunctionSubject
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import OPERATIONS, program_named, programs_named
 from kvinterp.auditing.programs.outcome import PLAIN, RIGHT, WRONG
 from kvinterp.auditing.programs.pasted import pasted
-from kvinterp.auditing.programs.place import placed
 from kvinterp.auditing.programs.program import Program, Rows
 from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.search import FIRST, run_program, sample_program, search, smaller

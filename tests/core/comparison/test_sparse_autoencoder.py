@@ -21,7 +21,7 @@ ROWS = torch.randn(20, 128, generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("architecture", ["standard", "topk", "jumprelu"])
 def test_features_are_those_of_the_definition(architecture: str, tmp_path: Path) -> None:
     sae = kv.load_sae(small_sae(architecture))
-    assert sae.place == ("resid_post", 2)
+    assert sae.hook_point == ("resid_post", 2)
     before, features = (ROWS - sae.b_dec) @ sae.W_enc + sae.b_enc, sae.encode(ROWS)
     kept = before > (sae.threshold if architecture == "jumprelu" else 0)
     if architecture == "topk":
@@ -89,6 +89,6 @@ def test_a_trained_one_is_read_and_its_features_are_held_against_each_other(
     else:
         assert sae.threshold is not None
         assert sae.threshold.std() > 1e-3
-    runs = kv.which_run(model, "12 + 30 =", run="cached+int4", features={sae.place: sae}, max_new_tokens=6)
+    runs = kv.which_run(model, "12 + 30 =", run="cached+int4", features={sae.hook_point: sae}, max_new_tokens=6)
     row = runs.readouts.query("readout == 'feature that fires' and part == 'generated'")
     assert 0 < row["changed"].mean() < 1

@@ -6,7 +6,7 @@ import transformers
 
 import kvinterp as kv
 from kvinterp.models import ModelInfo
-from kvinterp.policies import Place, policy_named
+from kvinterp.policies import CacheRows, policy_named
 from plain import FED, thinned_loop
 from support import PROMPT, Case, assert_bitwise, assert_close
 
@@ -154,7 +154,7 @@ NEEDLE = 37
 @pytest.mark.parametrize("query_heads", [2, 4, 8])
 def test_what_keeps_a_tenth_by_attention_keeps_a_needle_that_a_window_forgets(query_heads):
     """Of a hundred rows the 38th is attended to by the queries after it; its key is the shortest."""
-    rows, place = 100, Place(0, 0, 100, rotated=True, prompt=100)
+    rows, place = 100, CacheRows(0, 0, 100, rotated=True, prompt=100)
     pattern = torch.ones(2, query_heads, rows, rows).tril()
     pattern[:, :, NEEDLE + 1 :, NEEDLE] = 60
     pattern /= pattern.sum(-1, keepdim=True)
@@ -179,7 +179,7 @@ def test_each_sequence_and_kv_head_keeps_its_own_rows():
         pattern.scatter_(3, needles[:, :, None, None].expand(2, 2, 60, 1), 1.0)
         pattern = pattern.repeat_interleave(shared, 1).tril()
         for text in ("h2o(0.05,0.05)", "snapkv(0.9,5,1)"):
-            policy, place = policy_named(text).start(facts(2 * shared, 2)), Place(0, 0, 60, rotated=True, prompt=60)
+            policy, place = policy_named(text).start(facts(2 * shared, 2)), CacheRows(0, 0, 60, rotated=True, prompt=60)
             policy.see("pattern", pattern, place)
             kept = policy.keep(torch.zeros(2, 2, 60, 8), torch.zeros(2, 2, 60, 8), place)
             assert torch.equal((kept[..., None] == needles.flatten()).any(2).reshape(4, 4), torch.eye(4, dtype=torch.bool))

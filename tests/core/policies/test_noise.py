@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvinterp.policies import Place, policy_named
+from kvinterp.policies import CacheRows, policy_named
 from support import assert_bitwise, assert_close
 
 NOISES = ["uniform(-1.5,1.5)", "normal(0.1,0.8)"]
@@ -13,7 +13,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, t
 
 
 def place(start, stop, layer=0):
-    return Place(layer, start, stop, rotated=True)
+    return CacheRows(layer, start, stop, rotated=True)
 
 
 def written(text, tensor, start=0, layer=0):

@@ -10,11 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvinterp as kv
 from kvinterp.models import wrap
 from kvinterp.paths.store import Growing, Store
-from kvinterp.policies import Place, policy_named
+from kvinterp.policies import CacheRows, policy_named
 from support import SEED, Case, assert_bitwise, assert_close
 
 GGUF = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
-PLACE = Place(0, 0, 1, rotated=True)
+PLACE = CacheRows(0, 0, 1, rotated=True)
 
 
 def rounded(text, tensor, which="k"):

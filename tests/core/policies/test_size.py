@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies import Place, policy_named
+from kvinterp.policies import CacheRows, policy_named
 from kvinterp.policies.size import cache_bytes
 
 CONTEXT, WIDTH, HEADS = 4096, 64, 3
@@ -52,7 +52,7 @@ def test_a_window_keeps_its_own_rows() -> None:
 def test_kivis_window_is_what_attention_reads_unrounded(context: int) -> None:
     policy = policy_named("kivi(4,32,32)")
     rows = torch.randn(1, HEADS, context, WIDTH, generator=torch.Generator().manual_seed(0))
-    place = Place(0, 0, context, True, prompt=context)
+    place = CacheRows(0, 0, context, True, prompt=context)
     read = policy.start(facts(None)).read(rows.clone(), rows.clone(), place)
     exact = [int((tensor == rows).all(-1)[0, 0].sum()) for tensor in read]
     assert [policy.exact_rows(tensor, context) for tensor in ("k", "v")] == exact

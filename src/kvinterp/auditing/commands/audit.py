@@ -32,9 +32,9 @@ from kvinterp.commands.cells import loaded
 from kvinterp.commands.kit import (
     Adapter,
     Cell,
+    CellResult,
     Experiment,
     InputError,
-    Made,
     Parts,
     Result,
     argument,
@@ -58,11 +58,13 @@ if TYPE_CHECKING:
 
 
 def _calls(text: str) -> None:
-    place = "kvinterp.auditing.programs"
-    operations = {"rows", *plugins_read(f"{place}.program:Operation", f"{place}.operations")}
+    package = "kvinterp.auditing.programs"
+    operations = {"rows", *plugins_read(f"{package}.program:Operation", f"{package}.operations")}
     for call in split("" if text == "all" else text, ","):
         is_program = call.replace(" ", "").startswith("rows(")
-        known = operations if is_program else plugins_read(f"{place}.names:Name", f"{place}.names")
+        known = (
+            operations if is_program else plugins_read(f"{package}.names:Name", f"{package}.names")
+        )
         for part in split(call, "+"):
             check_name(
                 "operation" if is_program else "program",
@@ -226,7 +228,7 @@ class Audit(
         """One cell: a rung is judged beside the others."""
         return [Cell("audit", self.audited)]
 
-    def audited(self, tell: Tell) -> Made:
+    def audited(self, tell: Tell) -> CellResult:
         """The audit of a model, or the verdict on another engine's log-probs: its tables, and page
         and verdict as texts.
         """
@@ -308,8 +310,8 @@ class Audit(
         """Writes page, tables and verdict over an earlier audit's."""
         check_choice("existing", existing, ("overwrite",))
         texts, tables = (result.others, result.tables) if result.others else files_of(result)
-        put(texts, place := folder_named(folder), tables)
-        return place
+        put(texts, folder := folder_named(folder), tables)
+        return folder
 
     def figures(self, result: Result) -> dict[str, Figure]:
         """The ladder of precisions."""

@@ -9,10 +9,10 @@ from typing import Any
 from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
 from kvinterp.commands.kit import (
     Cell,
+    CellResult,
     Chart,
     Charts,
     Experiment,
-    Made,
     Panel,
     Parts,
     Result,
@@ -44,7 +44,7 @@ class Kernels(
         """One cell: the operations are those of one forward."""
         return [Cell("kernels", self.measured)]
 
-    def measured(self) -> Made:
+    def measured(self) -> CellResult:
         """The kernels table of a model."""
         table = kernels_table(self.adapter(), **self.arguments())
         return table.tables, {"first": table.first, "provenance": table.provenance}

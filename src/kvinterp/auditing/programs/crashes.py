@@ -46,9 +46,9 @@ def whose(error: BaseException, model: nn.Module | None, cache: object = None) -
         package = _package(met.tb_frame.f_globals.get("__name__", ""))
         if package in BELOW or not {*called}.isdisjoint(MODES):
             continue
-        place = _place(met.tb_frame, met.tb_lineno)
+        line_of_code = _line_of_code(met.tb_frame, met.tb_lineno)
         if package == "kvinterp":
-            return OURS, place
+            return OURS, line_of_code
         if model is None and package not in LIBRARIES:
             written = linecache.getline(met.tb_frame.f_code.co_filename, met.tb_lineno).strip()
             # An assert without a sentence says what is taken where it names a number, as in assert
@@ -58,13 +58,18 @@ def whose(error: BaseException, model: nn.Module | None, cache: object = None) -
                 and not str(error)
                 and bool(NUMBER.search(written))
             )
-            refuses, place = _says(error) or bare, f"{place}: {written}" if bare else place
+            refuses, line_of_code = (
+                _says(error) or bare,
+                f"{line_of_code}: {written}" if bare else line_of_code,
+            )
         else:
             theirs = {_package(type(cache).__module__)} | (
                 set() if model is None else _packages(model)
             )
             refuses = _refuses(error) and package in LIBRARIES | theirs
-        return (REFUSES if refuses and met is frames[-1] and _raises(met) else CRASHES), place
+        return (
+            REFUSES if refuses and met is frames[-1] and _raises(met) else CRASHES
+        ), line_of_code
     return OURS, ""
 
 
@@ -93,7 +98,7 @@ def _raises(met: TracebackType) -> bool:
     return met.tb_frame.f_code.co_code[met.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
-def _place(frame: FrameType, line: int) -> str:
+def _line_of_code(frame: FrameType, line: int) -> str:
     package, file = _package(frame.f_globals.get("__name__", "")), Path(frame.f_code.co_filename)
     parts = file.parts
     start = len(parts) - 1 - parts[::-1].index(package) if package in parts else len(parts) - 1

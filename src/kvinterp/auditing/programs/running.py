@@ -200,16 +200,16 @@ class Run:
         """Whose an error is: a library's own ``raise`` is a refusal, what breaks deeper is a
         crash.
         """
-        who, place = whose(error, self.model, self.cache)
+        who, line_of_code = whose(error, self.model, self.cache)
         if who == OURS and self.model is None and isinstance(error, InputError):
             raise error
         self.raised = named(error)
-        said = f"{self.raised} ({place})"
+        said = f"{self.raised} ({line_of_code})"
         # An UnsupportedError says that the model's own code does not offer it.
         if isinstance(error, UnsupportedError) or (who == REFUSES and self.subject.decodes):
             return REFUSED, said
         kind = self.program.rows.attention
-        if who == CRASHES and kind != "own" and place.partition("/")[0] not in LIBRARIES:
+        if who == CRASHES and kind != "own" and line_of_code.partition("/")[0] not in LIBRARIES:
             # The library's class offers this attention, and a part that its user put in does not.
             return (
                 REFUSED,
@@ -316,8 +316,8 @@ class Run:
             return new
         turn = self.program.rows.seed + row
         return [
-            controls[(place // 2 + turn) % len(controls)] if place % 2 else token
-            for place, token in enumerate(new, begin)
+            controls[(column // 2 + turn) % len(controls)] if column % 2 else token
+            for column, token in enumerate(new, begin)
         ]
 
     def model_kwargs(self, mask: Tensor, width: int) -> dict[str, Tensor]:
@@ -434,8 +434,8 @@ class Run:
             asked = [n for n, column in enumerate(columns) if kept is None or column in kept]
             if not asked:
                 continue
-            places = [columns[n] if kept is None else kept.index(columns[n]) for n in asked]
-            got = logits[row][places]
+            positions = [columns[n] if kept is None else kept.index(columns[n]) for n in asked]
+            got = logits[row][positions]
             pieces = (
                 self._pieces(row, mask, len(columns) - 1 if last else 0)
                 if self.subject.lossy
@@ -478,7 +478,12 @@ class Run:
                         if n < upto
                     )
                     worst = Wrong(
-                        row, each[at], self.lines.got(row, places[at]), known, finite, pieces=pieces
+                        row,
+                        each[at],
+                        self.lines.got(row, positions[at]),
+                        known,
+                        finite,
+                        pieces=pieces,
                     )
         if worst is not None:
             self._excuse(ids, mask)
@@ -519,9 +524,11 @@ class Run:
             begin, end: Which of them they belong to.
             asked: Which of those; None: all.
         """
-        places = [*range(begin, end)] if asked is None else [begin + n for n in asked]
-        want = self.subject.alone(text, longer="yes")[places]
-        return want if apart(got, want) <= self.subject.limit else self.subject.alone(text)[places]
+        positions = [*range(begin, end)] if asked is None else [begin + n for n in asked]
+        want = self.subject.alone(text, longer="yes")[positions]
+        return (
+            want if apart(got, want) <= self.subject.limit else self.subject.alone(text)[positions]
+        )
 
     def _excuse(self, ids: Tensor, mask: Tensor) -> None:
         """Raises PlainError where the plain forward over the same columns, mask and positions is

@@ -51,7 +51,7 @@ class SourcedSubject(ModelSubject):
         """The sources of rows whose texts begin so."""
         return {"source": torch.tensor([self.begins.index(begin) for begin in begins])}
 
-    def place_of(self, row: Sequence[int]) -> tuple[int, int] | None:
+    def hook_point_of(self, row: Sequence[int]) -> tuple[int, int] | None:
         """The source whose beginning a row has, and its first column; None where it has none."""
         return next(
             (
@@ -67,7 +67,7 @@ class SourcedSubject(ModelSubject):
         """The source of each row; the first where nothing tells."""
         if "source" in model_kwargs:
             return [int(one) for one in model_kwargs["source"]]
-        return [(self.place_of(row) or (0, 0))[0] for row in ids.tolist()]
+        return [(self.hook_point_of(row) or (0, 0))[0] for row in ids.tolist()]
 
     @abc.abstractmethod
     def called(
@@ -482,8 +482,8 @@ class PromptSubject(SourcedSubject):
             "input_ids": ids,
             **{name: value for name, value in model_kwargs.items() if name != "source"},
         }
-        found = [] if filled == "yes" else [self.place_of(row) for row in ids.tolist()]
-        at = [(row, *place) for row, place in enumerate(found) if place is not None]
+        found = [] if filled == "yes" else [self.hook_point_of(row) for row in ids.tolist()]
+        at = [(row, *found_at) for row, found_at in enumerate(found) if found_at is not None]
         for name in self.inputs[0] if at else ():
             values = [self.inputs[number][name] for _, number, _ in at]
             if values[0].shape != (1, len(self.prompts[at[0][1]])):

@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 
 from kvinterp.commands.kit import (
     Cell,
+    CellResult,
     Chart,
     Charts,
     Experiment,
     InputError,
-    Made,
     Panel,
     Parts,
     Result,
@@ -120,14 +120,14 @@ class CompareTraces(Experiment):
         }
 
 
-def tensors_of(place: str) -> dict[str, torch.Tensor]:
+def tensors_of(text: str) -> dict[str, torch.Tensor]:
     """Reads the tensors of a file or of a trace's folder, by name.
 
     Raises:
         InputError: It is not there, or cannot be read; an ``.npz`` with pickled objects is never
             unpickled.
     """
-    path = Path(place)
+    path = Path(text)
     try:
         if path.is_dir():
             return load_file(path / "trace.safetensors")
@@ -139,10 +139,10 @@ def tensors_of(place: str) -> dict[str, torch.Tensor]:
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as error:
         why = str(error).partition("\n")[0][:200]
         raise InputError(
-            f"{place!r} cannot be read ({type(error).__name__}: {why}): give a .safetensors or .npz file."
+            f"{text!r} cannot be read ({type(error).__name__}: {why}): give a .safetensors or .npz file."
         ) from error
     raise InputError(
-        f"{place!r} is neither a .safetensors nor a .npz file, nor a folder of kv.Trace.save: give one of these."
+        f"{text!r} is neither a .safetensors nor a .npz file, nor a folder of kv.Trace.save: give one of these."
     )
 
 
@@ -155,7 +155,7 @@ def _order(name: str) -> tuple[Any, ...]:
     )
 
 
-def compared(a: str, b: str) -> Made:
+def compared(a: str, b: str) -> CellResult:
     """The table of the tensors that both sides name.
 
     Returns:

@@ -18,9 +18,9 @@ import pandas as pd
 
 from kvinterp.commands.kit import (
     Cell,
+    CellResult,
     Experiment,
     InputError,
-    Made,
     Parts,
     Result,
     Rows,
@@ -71,7 +71,7 @@ class Turns(Experiment):
         """One cell: a conversation is short."""
         return [Cell("turns", self.measured)]
 
-    def measured(self) -> Made:
+    def measured(self) -> CellResult:
         """The borders of all conversations."""
         adapter, tables = self.adapter(), []
         scorer = adapter if self.cost == "measured" else None

@@ -76,10 +76,10 @@ def prompt_of(record: Mapping[str, Any], choice: Mapping[str, Any], where: str) 
         InputError: Neither holds them. (A text might be tokenised another way here.)
     """
     request = part(record, "request", dict, where, {})
-    places = ((choice, "prompt_token_ids"), (record, "prompt_token_ids"), (record, "prompt_ids"), (request, "prompt"),
+    fields = ((choice, "prompt_token_ids"), (record, "prompt_token_ids"), (record, "prompt_ids"), (request, "prompt"),
               (request, "input_ids"), (request, "prompt_token_ids"))  # fmt: skip
     ids = next(
-        (holder[name] for holder, name in places if isinstance(holder.get(name), list)), None
+        (holder[name] for holder, name in fields if isinstance(holder.get(name), list)), None
     )
     if ids is None:
         raise InputError(

@@ -67,9 +67,9 @@ def describe() -> list[dict[str, Any]]:
     """
     records = []
     for name in _NAMES:
-        place = folder(name)
-        config = json.loads((place / "config.json").read_text(encoding="utf-8"))
-        training = json.loads((place / "training.json").read_text(encoding="utf-8"))
+        path = folder(name)
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        training = json.loads((path / "training.json").read_text(encoding="utf-8"))
         records.append(
             {
                 "name": name,
@@ -79,7 +79,7 @@ def describe() -> list[dict[str, Any]]:
                     key: training[key]
                     for key in ("parameters", "steps", "tokens", "minutes", "accuracy")
                 },
-                "bytes": sum(file.stat().st_size for file in place.iterdir()),
+                "bytes": sum(file.stat().st_size for file in path.iterdir()),
             }
         )
     return records

@@ -179,10 +179,10 @@ def embedder_named(name: str, adapter: Adapter) -> Callable[[Sequence[str]], np.
         return lambda texts: np.stack([_pooled(adapter, text) for text in texts])
     from sentence_transformers import SentenceTransformer
 
-    place = real.path(name.removeprefix("real:")) if name.startswith("real:") else name
+    path = real.path(name.removeprefix("real:")) if name.startswith("real:") else name
     try:
         with quiet_transformers():
-            embedder = SentenceTransformer(str(place), device=str(adapter.device))
+            embedder = SentenceTransformer(str(path), device=str(adapter.device))
     # Its folders are read by several libraries, each with errors of its own.
     except Exception as error:
         raise InputError(

@@ -150,7 +150,7 @@ def write(
             if tokenizer is None
             else tokenizer.decode(tokens, skip_special_tokens=True)
         )
-        cuts = [place for stop in stops if (place := text.find(stop)) >= 0]
+        cuts = [cut for stop in stops if (cut := text.find(stop)) >= 0]
         return text[: min(cuts, default=len(text))]
 
     return _in_shapes(adapter, path, prompts, fed_of, max_new_tokens, batch_size, work)

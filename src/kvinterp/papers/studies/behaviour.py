@@ -106,9 +106,9 @@ class Behaviour(OfModels):
         them.
         """
         cells, strategies = [], self.chosen_strategies()
-        for place, model, adapter in self.numbered_models():
+        for index, model, adapter in self.numbered_models():
             tried(adapter, paths_of(self.kernels))
-            key = f"behaviour-{place}"
+            key = f"behaviour-{index}"
             for block, first in enumerate(range(0, len(self.prompt_list), self.block)):
                 # The same for all of a block: they share what they compute.
                 settings = {"model": model, "first": first, "most": self.block}

@@ -184,9 +184,9 @@ class Chain(Experiment):
                 "temperature": temperature,
                 "seeds": seeds,
             }
-            for place in range(len(texts)):
+            for index in range(len(texts)):
                 cells.append(
-                    Cell(f"chain-{len(cells)}", self.measured, {**settings, "number": place})
+                    Cell(f"chain-{len(cells)}", self.measured, {**settings, "number": index})
                 )
         return cells
 
@@ -309,7 +309,7 @@ class Chain(Experiment):
         notes = [similarity_named(result.summary["embedder"])]
         curves, deltas = (
             ends_of(table, column).assign(
-                place=table["model"] + ", temperature " + table["temperature"].map("{:g}".format)
+                setting=table["model"] + ", temperature " + table["temperature"].map("{:g}".format)
             )
             for table, column in (
                 (result.tables["curves"], "similarity"),
@@ -318,19 +318,19 @@ class Chain(Experiment):
         )
         deltas = deltas[deltas["arm"] != CONTROL].assign(what="a policy")
         deltas.loc[deltas["arm"] == NULL, "what"] = "other seeds, the null"
-        deltas["line"] = deltas["arm"] + ", " + deltas["place"]
+        deltas["line"] = deltas["arm"] + ", " + deltas["setting"]
         less, title = "last similarity less that without a policy", "What each policy changes"
         order = [*dict.fromkeys(curves["arm"])]
         cells = deltas.sort_values("arm", key=lambda arm: arm.map(order.index), kind="stable")
         return {
             "chain_curves": Chart("How far a text drifts", [
-                Panel(curves, "hop", "similarity", color="arm", facet="place", columns=2, ends="band", scale="share",
+                Panel(curves, "hop", "similarity", color="arm", facet="setting", columns=2, ends="band", scale="share",
                       label="similarity to the\nfirst text (mean)", xlabel="hop (0 is the text itself)")
             ], notes),
             "chain_deltas": Chart(title, [
                 Panel(deltas, "delta", "line", "dots", color="what", scale="linear", level=0, label=f"{less}, 95% interval")
             ], notes),
-            "chain_map": Chart(title, [Panel(cells, "arm", "place", "map", "delta", scale="linear", label=less)]),
+            "chain_map": Chart(title, [Panel(cells, "arm", "setting", "map", "delta", scale="linear", label=less)]),
         }  # fmt: skip
 
     def check(self) -> None:

@@ -113,13 +113,13 @@ class EquivalentNoise(OfModel):
         intervals = [_interval(group) for _, group in by_prompt.groupby(_WHOLE, sort=False)]
         wholes[["low", "high"]] = pd.DataFrame(intervals)
         # The smallest and the largest of a layer and head, of each policy and tensor.
-        places = table.groupby(_WHOLE, sort=False)["relative_rms"].agg(["min", "max"]).reset_index()
+        ranges = table.groupby(_WHOLE, sort=False)["relative_rms"].agg(["min", "max"]).reset_index()
         summary = {
             "prompts": int(by_prompt["prompt"].nunique()),
             "max_new_tokens": self.max_new_tokens,
             "provenance": self.provenances(),
             "policies": wholes.to_dict("records"),
-            "places": places.to_dict("records"),
+            "places": ranges.to_dict("records"),
         }
         return Result({"equivalent_noise": table}, summary)
 
@@ -161,11 +161,11 @@ class EquivalentNoise(OfModel):
     def charts(self, result: Result) -> Charts:
         """Size, bias and flipped signs of the error of every policy, smallest first."""
         table = _smallest_first(result)
-        places = result.tables["equivalent_noise"].groupby(_WHOLE)
+        groups = result.tables["equivalent_noise"].groupby(_WHOLE)
         table["line"] = table["policy"] + " (" + table["bits"].map(number) + " bits)"
         panels = []
         for name, (label, scale) in QUANTITIES.items():
-            ends = places[name].agg(low="min", high="max").reset_index()
+            ends = groups[name].agg(low="min", high="max").reset_index()
             rows = table.drop(columns=["low", "high"]).merge(ends, on=_WHOLE)
             panels.append(
                 Panel(rows, name, "line", "dots", color="tensor", label=label, scale=scale)
@@ -269,8 +269,11 @@ def _read_back(
     ]
     length, last = len(tokens) + steps - 1, {}
 
-    def listen(place: Any, k: Tensor, v: Tensor) -> None:
-        last[place.layer] = (None if place.rows is None else place.rows.to(k.device)), (k, v)
+    def listen(cache_rows: Any, k: Tensor, v: Tensor) -> None:
+        last[cache_rows.layer] = (
+            (None if cache_rows.rows is None else cache_rows.rows.to(k.device)),
+            (k, v),
+        )
 
     with torch.no_grad(), own_threads(adapter):
         store = Store(

@@ -187,7 +187,7 @@ def steps_of(adapter: Any, prompt: Any, paths: list[str], **choices: Any) -> pd.
         """The logits without rounding, what the model chose, and what it would choose of these,
         rounded.
         """
-        (stream,) = (trace[place] for place in trace.records)
+        (stream,) = (trace[hook_point] for hook_point in trace.records)
         logits = head.logits(stream.reshape(len(trace.tokens), -1)).cpu()
         return logits, trace.logits.argmax(-1).cpu(), logits.to(adapter.dtype).argmax(-1)
 

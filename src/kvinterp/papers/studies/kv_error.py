@@ -194,7 +194,7 @@ class KvError(OfModel):
         cells = []
         arms = [(label, "identity", ["exact"]) for label in (CONTROL, AGAIN)]
         arms += [(text, text, readings) for text in policies]
-        for place, (label, text, readings_of_arm) in enumerate(arms):
+        for index, (label, text, readings_of_arm) in enumerate(arms):
             once = not sampled(self.strategy) and not is_seeded(policy_named(text))
             for reading in readings_of_arm:
                 for repeat in range(1 if once else self.repeats):
@@ -208,10 +208,10 @@ class KvError(OfModel):
                         "repeat": repeat,
                         "draw": draw,
                     }
-                    cells.append(Cell(f"run-{place}-{reading}-{repeat}", self.measured, arm))
+                    cells.append(Cell(f"run-{index}-{reading}-{repeat}", self.measured, arm))
         return cells + [
-            Cell(f"noise-{place}", self.noise_of, {"policy": text})
-            for place, text in enumerate(policies)
+            Cell(f"noise-{index}", self.noise_of, {"policy": text})
+            for index, text in enumerate(policies)
             if not policy_named(text).sites
         ]
 

@@ -315,14 +315,14 @@ def _rows_of_model(tables: Tables) -> Rows:
     heads = tables["head_kl"]
     if len(heads):
         largest = heads.loc[heads["kl"].idxmax()]
-        place = dict(largest[["layer", "head"]]) if largest["kl"] > 0 else {}
+        labels = dict(largest[["layer", "head"]]) if largest["kl"] > 0 else {}
         derived = (
             "derived beside the kernel, which shows no pattern"
             if (heads["pattern"] == "derived").any()
             else ""
         )
         yield finding("largest mean attention KL of a head", largest["kl"], n=largest["n"], unit="examples", measure="nats",
-                      note=derived, **place)  # fmt: skip
+                      note=derived, **labels)  # fmt: skip
 
 
 # One example --------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ import pandas as pd
 from kvinterp.commands.cells import those
 from kvinterp.commands.kit import (
     Cell,
+    CellResult,
     Chart,
     Charts,
     Finding,
-    Made,
     OfModels,
     Panel,
     Parts,
@@ -168,7 +168,7 @@ class Localisation(OfModels):
                 row.insert(0, "model", adapter.facts.name)
                 keep(key, {"table": row})
 
-    def localised(self, model: str, example: int) -> Made:
+    def localised(self, model: str, example: int) -> CellResult:
         """Patches and splits one of the chosen examples."""
         adapter, prompts = self.adapter(model), self.prompt_list
         paths = zip(("cached", "recompute"), paths_of(self.kernels), strict=True)
@@ -295,12 +295,12 @@ class Localisation(OfModels):
 
 def _all_layers(rows: pd.DataFrame) -> list[Finding]:
     """The row of a sweep in which every layer is patched together, where there is one."""
-    places = rows["sweep"].eq("cumulative") & rows["layer"].eq(rows["layer"].max())
-    places |= rows["sweep"].eq("cumulative-from") & rows["layer"].eq(0)
-    return rows[places].to_dict("records")[:1]
+    whole = rows["sweep"].eq("cumulative") & rows["layer"].eq(rows["layer"].max())
+    whole |= rows["sweep"].eq("cumulative-from") & rows["layer"].eq(0)
+    return rows[whole].to_dict("records")[:1]
 
 
-def gathered(parts: Parts) -> Made:
+def gathered(parts: Parts) -> CellResult:
     """The tables of all models and parts, and what each part was run with, by model and part."""
     summaries: dict[str, Any] = {}
     for _, about in those(parts, _PATCHED).values():

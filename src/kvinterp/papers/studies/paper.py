@@ -296,7 +296,7 @@ class Paper(OfModels):
         table = recovery_by_layer(found_in(*gathered(patched)))
         if table.empty:
             return table
-        names = [_PATCHES[place] for place in zip(table["part"], table["sweep"], strict=True)]
+        names = [_PATCHES[key] for key in zip(table["part"], table["sweep"], strict=True)]
         every = gathered(patched)[0]["recovery"]
         whys = (
             every[every["why"] != ""]

@@ -43,7 +43,7 @@ from kvinterp.commands.kit import (
     used_by,
 )
 from kvinterp.data import TASKS
-from kvinterp.findings import place
+from kvinterp.findings import label_of
 from kvinterp.models.inputs import encode, encode_all
 from kvinterp.papers import root_causes
 from kvinterp.papers.behaviour.divergence import conditions
@@ -175,9 +175,9 @@ class RootCause(OfModels):
             for row in _rows(
                 {name: only(table, data_seed=seed) for name, table in by_seed.items()}
             ):
-                estimates[row["finding"], place(row)].append(row["estimate"])
+                estimates[row["finding"], label_of(row)].append(row["estimate"])
         for row in rows:
-            if len(of_seeds := estimates[row["finding"], place(row)]) > 1:
+            if len(of_seeds := estimates[row["finding"], label_of(row)]) > 1:
                 apart = f"each of {len(of_seeds)} sets of prompts: {between(of_seeds)}"
                 row["note"] = "; ".join(filter(None, (apart, row["note"])))
         return rows

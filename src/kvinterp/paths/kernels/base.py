@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import (
 from kvinterp.common.spec import name_of, text_of
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.models.attaching import Listener, Site
+from kvinterp.models.attaching import HookPoint, Listener
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class KernelMode:
     resting = False
 
     def __init__(self) -> None:
-        self.listeners: Mapping[Site, Listener] = {}
+        self.listeners: Mapping[HookPoint, Listener] = {}
         self._open: list[ExitStack] = []
 
     def interceptors(self) -> list[Any]:

@@ -102,8 +102,12 @@ class _SplitKMode(KernelMode):
         self.after_softmax = False
         self.alone: str | None = None
         count = adapter.facts.layers
-        places = [(site, layer) for layer in range(count) for site in ("resid_pre", "resid_post")]
-        self.listeners = {place: self._follow(*place, last=count - 1) for place in places}
+        hook_points = [
+            (site, layer) for layer in range(count) for site in ("resid_pre", "resid_post")
+        ]
+        self.listeners = {
+            hook_point: self._follow(*hook_point, last=count - 1) for hook_point in hook_points
+        }
 
     def interceptors(self) -> list[Any]:
         self.layer, self.last, self.after_softmax = None, False, False

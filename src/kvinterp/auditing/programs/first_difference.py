@@ -40,7 +40,7 @@ ATTENDED, LOGITS, RAISED = "attention output", "logits", "error"
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class FirstDifference:
     """The first tensor that parts.
 
     Attributes:
@@ -145,7 +145,7 @@ def heard(model: nn.Module, seen: list[Heard], keys: str = "returned") -> Iterat
         yield stack
 
 
-def placed(subject: ModelSubject, program: Program) -> Place | None:
+def placed(subject: ModelSubject, program: Program) -> FirstDifference | None:
     """Runs a wrong program beside the plain forward of each row's own tokens; None where no module
     parts before the logits.
     """
@@ -179,7 +179,7 @@ def placed(subject: ModelSubject, program: Program) -> Place | None:
     if stop != WRONG:
         return None
     if run.raised and stack:
-        return Place(
+        return FirstDifference(
             _layer(_blocks(subject), stack[-1]), stack[-1], RAISED, run.ids.shape[1], float("inf")
         )
     if run.wrong is not None and run.wrong is run.off:
@@ -196,7 +196,7 @@ def placed(subject: ModelSubject, program: Program) -> Place | None:
 
 def _first(
     subject: ModelSubject, mine: list[Heard], mask: Tensor, texts: list[list[int]]
-) -> Place | None:
+) -> FirstDifference | None:
     whole, blocks = [_alone(subject, text) for text in texts], _blocks(subject)
     first = next((key for key in mine[0] if key[1] == "output of"), None) if mine else None
     widths = [_width(forward) for forward in mine]
@@ -238,7 +238,7 @@ def _first(
                     at = column + width - len(kept) + int(kept.nonzero()[wrong[0]])
                     head = key[:2] == (_head(subject), "output of")
                     what = LOGITS if head else _named(key, [*forward], [*whole[row]])
-                    return Place(layer, key[0], what, at, max(errors))
+                    return FirstDifference(layer, key[0], what, at, max(errors))
         column += width
     return None
 
