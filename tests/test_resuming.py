@@ -18,7 +18,7 @@ from kvinterp.commands.cells import Cell, joined
 from kvinterp.commands.circumstances import circumstances
 from kvinterp.commands.compare import Compare
 from kvinterp.common.result import Result
-from kvinterp.common.store import Made, Store
+from kvinterp.common.store import CellResult, Store
 from kvinterp.models import load_model, zoo
 
 
@@ -119,11 +119,11 @@ class Twice(Experiment):
     def cells(self) -> list[Cell]:
         return [Cell(f"one-{n}", valued, {"name": f"one-{n}", "value": v}) for n, v in enumerate(self.values)]
 
-    def second_stage(self, made: Mapping[str, Made]) -> list[Cell]:
+    def second_stage(self, made: Mapping[str, CellResult]) -> list[Cell]:
         largest = joined(made)["table"].nlargest(2, "value")["name"]
         return [Cell(f"two-{name}", valued, {"name": f"two-{name}", "value": 0}) for name in largest]
 
-    def reduce(self, made: Mapping[str, Made]) -> Result:
+    def reduce(self, made: Mapping[str, CellResult]) -> Result:
         return Result(joined(made), {})
 
 

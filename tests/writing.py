@@ -13,7 +13,7 @@ from kvinterp.commands.cells import Cell, CellsMade
 from kvinterp.commands.compare import Compare
 from kvinterp.commands.results import check_free, is_finished, prompts_digest, prompts_of, write_result
 from kvinterp.commands.running import read_result as read_result_of
-from kvinterp.common.store import CELLS, Made, Store
+from kvinterp.common.store import CELLS, CellResult, Store
 from kvinterp.comparison import PARTS, Comparison
 from kvinterp.data import Prompt
 
@@ -54,7 +54,7 @@ class Compared:
             one = {name: table[table["example"] == number] for name, table in tables.items()}
             self.store.keep(f"example-{number}", one, part.provenance)
 
-    def made(self) -> dict[str, Made]:
+    def made(self) -> dict[str, CellResult]:
         """What is there."""
         keys = [f"example-{number}" for number in range(len(self.asked))]
         return {key: part for key in keys if (part := self.store.read(key)) is not None}
@@ -80,7 +80,7 @@ def cells_made(keys: Iterable[str], store: Store) -> CellsMade:
     return CellsMade({key: (Cell(key, print), store) for key in keys})
 
 
-def joined(made: Mapping[str, Made], asked: list[Prompt]) -> Any:
+def joined(made: Mapping[str, CellResult], asked: list[Prompt]) -> Any:
     """The comparison that its cells come to."""
     found: Any = Compare().reduce(made)
     found.prompts = asked

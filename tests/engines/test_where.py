@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvinterp.engines.numbers import Tokens
-from kvinterp.engines.where import Null, Where, place
+from kvinterp.engines.where import Null, Where, find_where
 from kvinterp.recording.engine_path import EnginePath
 
 SEQUENCES, LENGTH, PROMPT = 6, 160, 40
@@ -22,7 +22,7 @@ def found(off: Any, size: float = 30.0, seed: int = 0) -> Where:
     tokens = Tokens.of(paths)
     noise, gap = (np.abs(draw.normal(size=len(tokens.engine))) for _ in range(2))
     gap = gap + size * off(tokens.sequence, tokens.position) * np.abs(draw.normal(size=len(gap)))
-    return place(tokens, [PROMPT] * SEQUENCES, gap, Null(noise, 1.5, 1.5 * float(noise.max())))
+    return find_where(tokens, [PROMPT] * SEQUENCES, gap, Null(noise, 1.5, 1.5 * float(noise.max())))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_the_others_are_exact_only_where_they_are() -> None:
     tokens = Tokens.of(paths)
     noise = np.abs(np.random.default_rng(1).normal(size=len(tokens.engine)))
     gap = np.where(tokens.sequence == 1, 50 * noise, 0.0)
-    where = place(tokens, [PROMPT] * 2, gap, Null(noise, 1.5, 1.5 * float(noise.max())))
+    where = find_where(tokens, [PROMPT] * 2, gap, Null(noise, 1.5, 1.5 * float(noise.max())))
     assert where.said == "sequence 2 of 2 is off; the other is exact"
     assert where.off.sum() == LENGTH - 1
 
