@@ -224,7 +224,9 @@ def write(
         summary["reading"] = experiment.sentences(result)
     files_too = "png" if figures == "png" else "none"
     draw_into = (
-        None if figures == "none" else lambda figures_folder: draw(experiment, result, figures_folder, files_too)
+        None
+        if figures == "none"
+        else lambda figures_folder: draw(experiment, result, figures_folder, files_too)
     )
     texts, files = result.others or prompts_of(result), files_of(experiment, result)
     result.files = write_result(

@@ -168,9 +168,7 @@ def _write_why(axes: Axes, points: pd.DataFrame, sideways: bool) -> None:
         "color": "#555555",
         "va": "center",
     }
-    for tick, why in (
-        dict(zip(said["tick"], said["why"], strict=True)).items() if sideways else ()
-    ):
+    for tick, why in dict(zip(said["tick"], said["why"], strict=True)).items() if sideways else ():
         if points.loc[points["tick"] == tick, "value"].isna().all():
             axes.text(0.01, tick, why, fontsize=6.5, bbox=_ON_WHITE, **look)
     if sideways and points["value"].isna().all():

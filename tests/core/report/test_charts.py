@@ -77,7 +77,7 @@ def test_what_is_beyond_a_signed_scale_stands_at_its_edge_with_its_number() -> N
     assert [text.get_text().replace("\u202f", " ") for text in figure.axes[0].texts] == ["▼ −3000 %"]
 
 
-@pytest.mark.parametrize("name", ["size", "place"])
+@pytest.mark.parametrize("name", ["size", "tick"])
 def test_a_column_of_any_name_is_an_axis(name: str) -> None:
     """The figure of susceptibility, whose horizontal axis is ``size``, once had the values on both axes."""
     table = pd.DataFrame({name: [1.0, 2.0, 4.0], "rate": [0.0, 0.5, 0.25]})
