@@ -88,7 +88,7 @@ class Reads(PathHook):
 
 def shown(site, weights, place, begun):
     assert site in ("pattern", "attn_scores"), f"the contracts show policies no {site!r} yet: add it here"
-    heads = 1 if place.rows is None else place.rows.shape[1]
+    heads = 1 if place.positions_left is None else place.positions_left.shape[1]
     positions = place.positions.expand(len(weights), heads, -1).repeat_interleave(QUERY_HEADS // heads, 1)
     queries = weights[:, :, begun : place.stop]
     return queries.gather(3, positions[:, :, None].expand(-1, -1, queries.shape[2], -1))
@@ -211,7 +211,7 @@ def test_sequences_of_a_batch_are_read_as_each_alone(grouped, name):
     for sequence in range(2):
         alone = fed(grouped(2), policy, given.of(sequence))
         part = [
-            (layer, step, dataclasses.replace(place, rows=None if place.rows is None else place.rows[sequence][None]),
+            (layer, step, dataclasses.replace(place, positions_left=None if place.positions_left is None else place.positions_left[sequence][None]),
              keys[sequence][None], values[sequence][None]) for layer, step, place, keys, values in together
         ]  # fmt: skip
         assert_alike(part, alone, f"sequence {sequence}")

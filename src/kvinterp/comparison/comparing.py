@@ -34,7 +34,7 @@ from kvinterp.models.hook_names import Names, hook_points_of, names_of, sites_of
 from kvinterp.models.inputs import checked_continuation, chosen_layers, encode, listed
 from kvinterp.models.positions import counted
 from kvinterp.models.provenance import provenance
-from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
+from kvinterp.models.sites import CACHE_POSITIONS, CACHE_SITES, LAYOUTS
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, Runner, Strategy, path_named, strategy_named
 from kvinterp.paths.batches import in_batches
@@ -357,8 +357,10 @@ class _Pair:
                 flipped = flipped | differs
         if unequal:
             # Measured once: rounding does to every prompt what it does to one.
-            row, self.asks_prompt = unequal[0], False
-            self.prompt_differs = prompt_difference(self.targets[0], prompt[row : row + 1])
+            sequence, self.asks_prompt = unequal[0], False
+            self.prompt_differs = prompt_difference(
+                self.targets[0], prompt[sequence : sequence + 1]
+            )
         columns, frames = (
             choices_by_row(probabilities, choose.distances),
             differences.frames(examples),
@@ -371,30 +373,30 @@ class _Pair:
             set(steps.loc[steps["max_abs_logit"] > 0, "example"]) if self.asks_null else set()
         )
 
-        def comparison_of(row: int) -> Comparison:
-            count, failure = min(length_of(fed[side][row], stops) for side in (0, 1)), ""
+        def comparison_of(sequence: int) -> Comparison:
+            count, failure = min(length_of(fed[side][sequence], stops) for side in (0, 1)), ""
             for side, path in enumerate(self.paths):
-                if not failure and not all(sound[side][row][:count]):
+                if not failure and not all(sound[side][sequence][:count]):
                     failure = first_nonfinite(
                         self.adapter,
                         path,
-                        prompts[row],
-                        fed[side][row][: count - 1],
+                        prompts[sequence],
+                        fed[side][sequence][: count - 1],
                         collected.padding,
                     )
-            a, b = (np.asarray(tokens[side][row][:count]) for side in (0, 1))
+            a, b = (np.asarray(tokens[side][sequence][:count]) for side in (0, 1))
             texts = (
                 ("", "")
                 if failure
                 else (self.adapter.decode(a.tolist()), self.adapter.decode(b.tolist()))
             )
             own = dict(about)
-            if examples[row] in differing and examples[row] < NULLS and not failure:
-                text = prompt.new_tensor([[*prompts[row], *fed[0][row][: count - 1]]])
+            if examples[sequence] in differing and examples[sequence] < NULLS and not failure:
+                text = prompt.new_tensor([[*prompts[sequence], *fed[0][sequence][: count - 1]]])
                 if null := rows_null(self.targets[0], text, prompt.shape[1] - 1):
                     own["null"] = {**null, "prompts": 1}
             return comparison_of_example(
-                examples[row], names[row], prompts[row], frames, (a, b), texts, own, columns[row],
+                examples[sequence], names[sequence], prompts[sequence], frames, (a, b), texts, own, columns[sequence],
                 self.adapter.pieces, failure,
             )  # fmt: skip
 
@@ -427,9 +429,9 @@ class _NewestRows(SiteHook):
         """Forgets the tensors of the step before."""
         self.tensors.clear()
 
-    def rows_left(self, cache_rows: CacheRows, rows: Tensor) -> None:
+    def rows_left(self, cache_rows: CacheRows, positions: Tensor) -> None:
         """Keeps the positions of the rows."""
-        self.tensors[ROWS, cache_rows.layer] = rows.to(self._device)
+        self.tensors[CACHE_POSITIONS, cache_rows.layer] = positions.to(self._device)
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Keeps the newest row, or all rows of a cache site.
@@ -446,8 +448,8 @@ class _NewestRows(SiteHook):
                 f"{tuple(tensor.shape)}, and cannot be compared as one: leave it out, as in record='kv'."
             )
         if layout.group != "cache":
-            tensor = tensor.select(layout.rows, -1).clone()
-        elif (ROWS, layer) in self.tensors:
+            tensor = tensor.select(layout.row_axis, -1).clone()
+        elif (CACHE_POSITIONS, layer) in self.tensors:
             # The rows that are left move to the front of a preallocated cache before they are
             # compared.
             tensor = tensor.clone()

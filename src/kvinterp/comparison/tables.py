@@ -24,7 +24,7 @@ from kvinterp.comparison.attention_rows import COLUMNS, AttentionRows
 from kvinterp.comparison.cache_errors import CacheErrors, Span
 from kvinterp.comparison.table import Table
 from kvinterp.models.attaching import HookPoint
-from kvinterp.models.sites import ROWS, VECTOR_SITES
+from kvinterp.models.sites import CACHE_POSITIONS, VECTOR_SITES
 
 _CACHED = {"cache_k": "K", "cache_k_pre": "K before RoPE", "cache_v": "V"}
 """The names of the cache sites in the tables."""
@@ -184,12 +184,15 @@ class Differences:
         if "pattern" in layers_of:
             layers = layers_of["pattern"]
             labels = {"layer": layers, "example": examples, "head": self.heads}
-            rows = [[path["pattern", layer] for layer in layers] for path in tensors]
-            widest = max(row.shape[-1] for path in rows for row in path)
+            patterns = [[path["pattern", layer] for layer in layers] for path in tensors]
+            widest = max(pattern.shape[-1] for path in patterns for pattern in path)
             # The newest key is the last on both paths; keys outside a window had probability 0.
             padded = (
-                [torch.nn.functional.pad(row, (widest - row.shape[-1], 0)) for row in path]
-                for path in rows
+                [
+                    torch.nn.functional.pad(pattern, (widest - pattern.shape[-1], 0))
+                    for pattern in path
+                ]
+                for path in patterns
             )
             a, b = map(torch.stack, padded)
             self.rows.add(step, layers, self.heads, end, (a, b), marks, flips)
@@ -214,7 +217,9 @@ class Differences:
         # A sliding window may hold fewer positions on one path: the newest ones, so both are cut to
         # the shorter. Layers may differ in the number and the width of their heads too (Gemma 4).
         lined_up = {
-            (site, x): [_by_position(path[site, x], path.get((ROWS, x)), end) for path in tensors]
+            (site, x): [
+                _by_position(path[site, x], path.get((CACHE_POSITIONS, x)), end) for path in tensors
+            ]
             for site in _CACHED
             for x in layers_of.get(site, ())
         }
@@ -343,14 +348,16 @@ def _newest(tensors: Sequence[Tensor], length: int, size: tuple[int, int]) -> Te
     ).unflatten(0, size)
 
 
-def _by_position(tensor: Tensor, rows: Tensor | None, end: int) -> tuple[Tensor, Tensor | None]:
+def _by_position(
+    tensor: Tensor, positions: Tensor | None, end: int
+) -> tuple[Tensor, Tensor | None]:
     """Spreads the rows of an evicting cache over all ``end`` positions and says which positions it
     holds.
     """
-    if rows is None:
+    if positions is None:
         return tensor, None
     whole = tensor.new_zeros(*tensor.shape[:2], end, tensor.shape[3])
     present = torch.zeros(whole.shape[:3], dtype=torch.bool, device=tensor.device)
-    return whole.scatter(2, rows[..., None].expand_as(tensor), tensor), present.scatter(
-        2, rows, True
+    return whole.scatter(2, positions[..., None].expand_as(tensor), tensor), present.scatter(
+        2, positions, True
     )

@@ -29,7 +29,7 @@ from kvinterp.models.attaching import HookPoint
 from kvinterp.models.hook_names import hook_point_of, hook_points_of
 from kvinterp.models.inputs import encode_all
 from kvinterp.models.provenance import provenance
-from kvinterp.models.sites import LAYOUTS, ROWS
+from kvinterp.models.sites import CACHE_POSITIONS, LAYOUTS
 from kvinterp.models.threads import own_threads
 from kvinterp.paths import ExecutionPath, path_named, run
 from kvinterp.recording import Generation, generated, record
@@ -287,7 +287,7 @@ def _by_position(
     """
     spread = dict(records)
     for (site, layer), kept in records.items():
-        rows_left = records.get((ROWS, layer))
+        rows_left = records.get((CACHE_POSITIONS, layer))
         if not LAYOUTS[site].keys or rows_left is None:
             continue
         fill = 0.0 if site == "pattern" else -torch.inf

@@ -21,7 +21,7 @@ from kvinterp.engines.matching import misnamed
 from kvinterp.engines.two_models import FORWARD, beside_float64
 from kvinterp.errors import InputError
 from kvinterp.models.attaching import HookPoint
-from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
+from kvinterp.models.sites import CACHE_POSITIONS, CACHE_SITES, LAYOUTS
 from kvinterp.paths.vocabulary import padding_of
 from kvinterp.recording import Trace
 
@@ -55,7 +55,7 @@ def compare_traces(a: Trace, b: Trace, cache_errors: str = "aggregated") -> Comp
     evicting = {
         side: trace
         for side, trace in zip("ab", (a, b), strict=True)
-        if any(site == ROWS for site, _ in trace.records)
+        if any(site == CACHE_POSITIONS for site, _ in trace.records)
     }
     for trace in evicting.values():
         _check_rows(trace)
@@ -246,7 +246,7 @@ def _check_rows(trace: Trace) -> None:
     newest = any(
         record[0].dim() == 1
         for (site, _), record in trace.records.items()
-        if site == ROWS and record
+        if site == CACHE_POSITIONS and record
     )
     if newest or (
         (trace.heads or trace.kv_heads) and any(site == "pattern" for site, _ in trace.records)
@@ -264,18 +264,18 @@ def _tensors_at(trace: Trace, step: int) -> dict[HookPoint, Tensor]:
     index = trace.steps.index(step)
     tensors = {}
     for (site, layer), record in trace.records.items():
-        if site == ROWS:
+        if site == CACHE_POSITIONS:
             tensors[site, layer] = record[index][None]
         if site not in COMPARED:
             continue
         # A cache is compared whole, everything else at the newest position.
         layout, tensor, whole = LAYOUTS[site], record[index][None], site in CACHE_SITES
         if not whole and tensor.dim() == layout.dimensions:
-            tensor = tensor.select(layout.rows, -1)
+            tensor = tensor.select(layout.row_axis, -1)
         if tensor.dim() == layout.dimensions - (not whole):
             tensors[site, layer] = tensor
-        if site == "pattern" and (ROWS, layer) in trace.records:
-            rows = trace.records[ROWS, layer][index][None]
+        if site == "pattern" and (CACHE_POSITIONS, layer) in trace.records:
+            rows = trace.records[CACHE_POSITIONS, layer][index][None]
             keys = tensor.new_zeros(*tensor.shape[:2], len(trace.prompt) + step)
             rows = repeat(
                 rows,

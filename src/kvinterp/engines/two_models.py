@@ -107,7 +107,7 @@ def _rows(trace: Trace, hook_point: HookPoint, count: int) -> Tensor | None:
     # A record has no axis of the batch, and none of positions where the newest alone was kept.
     layout, records = LAYOUTS[hook_point[0]], trace.records[hook_point][:count]
     newest = [
-        row.select(layout.rows - 1, -1) if row.dim() == layout.dimensions - 1 else row
+        row.select(layout.row_axis - 1, -1) if row.dim() == layout.dimensions - 1 else row
         for row in records
     ]
     return torch.stack([row.flatten() for row in newest]).double() if newest else None

@@ -48,7 +48,7 @@ class CacheRows:
         rotated: Whether these keys are after RoPE.
         known: Whether the positions are known; a user's cache may have removed some without saying
             which.
-        rows: The absolute position of each row, where a policy may have removed rows: positions
+        positions_left: The absolute position of each row, where a policy may have removed rows: positions
             between start and stop may be missing, others for each sequence and KV head. None where
             none can be missing.
         heads: The KV heads that the tensors hold; empty for all.
@@ -63,7 +63,9 @@ class CacheRows:
     stop: int
     rotated: bool
     known: bool = True
-    rows: Int[Tensor, "batch kv_head row"] | None = dataclasses.field(default=None, compare=False)
+    positions_left: Int[Tensor, "batch kv_head row"] | None = dataclasses.field(
+        default=None, compare=False
+    )
     heads: tuple[int, ...] = ()
     prompt: int = dataclasses.field(default=0, compare=False)
     remade: bool = dataclasses.field(default=False, compare=False)
@@ -73,7 +75,11 @@ class CacheRows:
         """The absolute position of each row: one list for all heads, or one for each sequence and
         KV head.
         """
-        return torch.arange(self.start, self.stop) if self.rows is None else self.rows
+        return (
+            torch.arange(self.start, self.stop)
+            if self.positions_left is None
+            else self.positions_left
+        )
 
     def check_known(self, site: str) -> None:
         """Raises UnsupportedError where a site is recorded or moved and the cache does not say
@@ -90,10 +96,10 @@ class CacheRows:
         missing, or not known.
         """
         self.check_known(site)
-        if self.rows is not None and self.rows.shape[-1] < self.stop:
+        if self.positions_left is not None and self.positions_left.shape[-1] < self.stop:
             raise UnsupportedError(
                 f"site {site!r} cannot be lined up by position at layer {self.layer}: the policy let go of rows, and "
-                f"{self.rows.shape[-1]} of {self.stop} are left; record it with run(), or leave the cache sites out."
+                f"{self.positions_left.shape[-1]} of {self.stop} are left; record it with run(), or leave the cache sites out."
             )
 
 

@@ -37,7 +37,7 @@ class Layout:
         return ["batch", *self.axes.split(", ")]
 
     @functools.cached_property
-    def rows(self) -> int:
+    def row_axis(self) -> int:
         """The axis of positions; for scores and patterns, of the positions of queries."""
         return next(
             at for at, axis in enumerate(self._axes) if axis in ("position", "query", "row")
@@ -70,7 +70,7 @@ class Layout:
         The rows of a pattern get longer from step to step, and a cache has all its rows at every
         step.
         """
-        return self.rows == 1
+        return self.row_axis == 1
 
 
 _STREAM = "position, width"
@@ -102,11 +102,13 @@ LAYOUTS: dict[str, Layout] = {
     "router": Layout("logits of the router, one per expert (mixtures of experts)", "mlp", "position, expert"),
 }  # fmt: skip
 SITES: dict[str, str] = {site: layout.meaning for site, layout in LAYOUTS.items()}
-ROWS = "cache_positions"
+CACHE_POSITIONS = "cache_positions"
 """Not a site for users: it is recorded beside others where a policy may remove rows,
 ``[batch, kv_head, row]``.
 """
-LAYOUTS[ROWS] = Layout("absolute positions of the rows in the cache", "rows", "kv_head, row")
+LAYOUTS[CACHE_POSITIONS] = Layout(
+    "absolute positions of the rows in the cache", "rows", "kv_head, row"
+)
 RESIDUAL_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.group == "residual")
 VECTOR_SITES = tuple(site for site, layout in LAYOUTS.items() if layout.gathers)
 """Sites that have one vector, or one a head, at each position."""

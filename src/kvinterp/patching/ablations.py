@@ -78,7 +78,7 @@ class HandedRows:
         Raises:
             InputError: The donor's tensor, or the function's result, does not fit.
         """
-        axis = LAYOUTS[site].rows
+        axis = LAYOUTS[site].row_axis
         if self.function is not None:
             return self._function_rows(self.function, site, layer, like).narrow(
                 axis, low - start, high - low

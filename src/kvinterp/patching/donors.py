@@ -15,7 +15,7 @@ from kvinterp.models import Adapter
 from kvinterp.models.attaching import HookPoint
 from kvinterp.models.hook_names import hook_name
 from kvinterp.models.inputs import chosen_layers, token_ids
-from kvinterp.models.sites import LAYOUTS, ROWS
+from kvinterp.models.sites import CACHE_POSITIONS, LAYOUTS
 from kvinterp.patching.ablations import Ablation, HandedRows
 from kvinterp.patching.patch import Patch, stored_sites
 from kvinterp.recording import Recorder, Trace
@@ -75,8 +75,8 @@ def rows_of(donor: Trace, site: str, layer: int, step: int) -> tuple[int, Tensor
         raise _missing_step(donor, step)
     index = donor.steps.index(step)
     record, layout = donor.records[site, layer], LAYOUTS[site]
-    tensor, rows, length = record[index], layout.rows, len(donor.prompt) + step
-    if (ROWS, layer) in donor.records and not layout.gathers:
+    tensor, rows, length = record[index], layout.row_axis, len(donor.prompt) + step
+    if (CACHE_POSITIONS, layer) in donor.records and not layout.gathers:
         raise UnsupportedError(
             f"the donor's {site} cannot be moved: path {donor.path} lets go of rows, so positions cannot be matched: patch q, k, "
             "v or z, or give a donor that keeps all rows."
@@ -164,7 +164,7 @@ def _trace_of_activation_cache(cache: Any, prompt: list[int], fed: list[int]) ->
             "fed was given with an ActivationCache, which is of one forward: leave it out."
         )
     (site, _), tensor = next(iter(records.items()))
-    rows = tensor.shape[LAYOUTS[site].rows - 1]
+    rows = tensor.shape[LAYOUTS[site].row_axis - 1]
     if rows != len(prompt):
         raise InputError(
             f"the cache holds {rows} positions, and the prompt has {len(prompt)} tokens: give those it was made of."

@@ -129,7 +129,7 @@ class PatchHook(PathHook):
         self, cache_rows: CacheRows, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """Replaces cached keys and values by the donor's."""
-        if cache_rows.rows is not None:
+        if cache_rows.positions_left is not None:
             self._evicted[cache_rows.layer] = cache_rows
         numbers = self.active_in_cache(cache_rows.layer)
         for number in numbers:
@@ -148,7 +148,7 @@ class PatchHook(PathHook):
         it.
         """
         site, layer = hook_point
-        rows, changed = tensor.shape[LAYOUTS[site].rows], None
+        rows, changed = tensor.shape[LAYOUTS[site].row_axis], None
         for number in self._active_now(numbers):
             before = tensor if changed is None else changed
             changed = self._patched(number, site, layer, before, (self.end or rows) - rows)
@@ -159,7 +159,7 @@ class PatchHook(PathHook):
         its rows.
         """
         patch, layout = self.patches[number], LAYOUTS[site]
-        rows, heads = layout.rows, layout.heads
+        rows, heads = layout.row_axis, layout.heads
         stop = start + tensor.shape[rows]
         low, high = patch.span(stop)
         low, high = max(low, start), min(high, stop)
@@ -248,7 +248,7 @@ class PatchHook(PathHook):
                 )
             return self.window(site, layer)
         length = len(patch.donor.prompt) + self.step
-        stop = start + like.shape[LAYOUTS[site].rows]
+        stop = start + like.shape[LAYOUTS[site].row_axis]
         if length != stop:
             raise InputError(
                 f"the donor trace holds {length} positions at step {self.step} and the patched context {stop}, so positions "

@@ -86,7 +86,7 @@ class Donor(SiteHook):
         """The absolute position of the first row, and the tensor of a site at this step."""
         gathered = self._gathered.get((site, layer))
         tensor = self._tensors[site, layer] if gathered is None else torch.cat(gathered, 1)
-        return self.end - tensor.shape[LAYOUTS[site].rows], tensor
+        return self.end - tensor.shape[LAYOUTS[site].row_axis], tensor
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Keeps a copy, because patches write into the cache's memory and the model may write into

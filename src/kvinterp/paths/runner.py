@@ -172,14 +172,14 @@ class _Run:
         rows = zip(*(of_decoder[0] for of_decoder in collected.lists()), logits, strict=True)
         stops = [] if ends is None else ends.tolist()
         return [
-            self._trace(recorder, row, prompts[row], collected_row, stops, about)
-            for row, collected_row in enumerate(rows)
+            self._trace(recorder, sequence, prompts[sequence], of_sequence, stops, about)
+            for sequence, of_sequence in enumerate(rows)
         ]
 
     def _trace(
         self,
         recorder: Recorder | None,
-        row: int,
+        sequence: int,
         prompt: Sequence[int],
         collected: tuple[Any, ...],
         stops: list[int],
@@ -194,7 +194,7 @@ class _Run:
         if recorder is not None:
             steps = tuple(step for step in recorder.recorded_steps if step < count)
             records = {
-                hook_point: [rows[row] for rows in tensors[: len(steps)]]
+                hook_point: [rows[sequence] for rows in tensors[: len(steps)]]
                 for hook_point, tensors in recorder.kept.items()
             }
             recorded = {

@@ -36,8 +36,10 @@ class Recomputed(PathHook):
     def rows(self, cache_rows: CacheRows) -> KV:
         """Those of the positions that another path reads."""
         store, *pair = self._read[cache_rows.layer]
-        if cache_rows.rows is not None:
-            keys, values = (gather_rows(tensor, cache_rows.rows - store.start) for tensor in pair)
+        if cache_rows.positions_left is not None:
+            keys, values = (
+                gather_rows(tensor, cache_rows.positions_left - store.start) for tensor in pair
+            )
         else:
             keys, values = (
                 tensor[:, :, cache_rows.start - store.start : cache_rows.stop - store.start]

@@ -196,16 +196,23 @@ class Store:
         if self._unchanged and not self.listeners:
             return read
         if self.policy.evicts:
-            rows = torch.arange(begun, stop, device=keys.device).expand(*handed[0].shape[:2], -1)
+            new_positions = torch.arange(begun, stop, device=keys.device)
+            new_positions = new_positions.expand(*handed[0].shape[:2], -1)
             self._positions[layer] = (
-                torch.cat([self._positions[layer], rows], 2) if layer in self._positions else rows
+                torch.cat([self._positions[layer], new_positions], 2)
+                if layer in self._positions
+                else new_positions
             )
             self._starts.setdefault(layer, begun)
         cache_rows = self._rows_of_layer[layer] = self._cache_rows(
             layer, stop, min(stop, handed[0].shape[2])
         )
         # A static cache hands over all its room, of which the last slots may be empty.
-        filled = stop - cache_rows.start if cache_rows.rows is None else cache_rows.rows.shape[2]
+        filled = (
+            stop - cache_rows.start
+            if cache_rows.positions_left is None
+            else cache_rows.positions_left.shape[2]
+        )
         if layer in self._patched:
             self._patched[layer] = [
                 pad(marks, (0, keys.shape[2]))[..., -filled:] for marks in self._patched[layer]
@@ -295,7 +302,7 @@ class Store:
             )
             if layer in self._patched:
                 self._patched[layer] = [marks.gather(2, rows) for marks in self._patched[layer]]
-        left = {rows.shape[2] for rows in self._positions.values()}
+        left = {positions.shape[2] for positions in self._positions.values()}
         if len(left) > 1:
             raise UnsupportedError(
                 f"policy {self._given} keeps {min(left)} rows in one layer and {max(left)} in another, and a model has one mask "
@@ -303,10 +310,15 @@ class Store:
             )
 
     def _cache_rows(self, layer: int, stop: int, filled: int) -> CacheRows:
-        rotated, rows = self.facts.cached_keys_rotated, self._positions.get(layer)
-        if rows is not None:
+        rotated, positions = self.facts.cached_keys_rotated, self._positions.get(layer)
+        if positions is not None:
             return CacheRows(
-                layer, self._starts[layer], stop, rotated, rows=rows, prompt=self.prompt
+                layer,
+                self._starts[layer],
+                stop,
+                rotated,
+                positions_left=positions,
+                prompt=self.prompt,
             )
         window = self.facts.windows[layer]
         # A cache that a user brings may let go of positions, and does not say of which.

@@ -87,9 +87,10 @@ class Policy:
         Args:
             keys: The keys in the cache, ``[batch, kv_head, row, head_dim]``.
             values: The values in the cache.
-            cache_rows: The layer; ``cache_rows.positions`` are the rows' absolute positions, ``cache_rows.rows``
-                the same where rows were dropped and None elsewhere, and ``cache_rows.remade`` says that
-                a later policy of a chain has already changed these numbers.
+            cache_rows: The layer; ``cache_rows.positions`` are the rows' absolute positions,
+                ``cache_rows.positions_left`` the same where rows were dropped and None elsewhere,
+                and ``cache_rows.remade`` says that a later policy of a chain has already changed
+                these numbers.
         """
         return keys, values
 
@@ -306,9 +307,12 @@ class Selective(Policy):
         if not self.heads:
             return act(tensor, which, cache_rows)
         heads = list(self.heads)
-        rows = None if cache_rows.rows is None else cache_rows.rows[:, heads]
+        left = cache_rows.positions_left
+        left = None if left is None else left[:, heads]
         changed = act(
-            tensor[:, heads], which, dataclasses.replace(cache_rows, rows=rows, heads=self.heads)
+            tensor[:, heads],
+            which,
+            dataclasses.replace(cache_rows, positions_left=left, heads=self.heads),
         )
         whole = tensor.to(changed.dtype, copy=True)
         whole[:, heads] = changed
@@ -354,7 +358,7 @@ class Chain(Policy):
             if (rows := part.keep(keys, values, cache_rows)) is not None:
                 every = rows.expand(*keys.shape[:2], -1)
                 cache_rows = dataclasses.replace(
-                    cache_rows, rows=positions_of(cache_rows, keys).gather(2, every)
+                    cache_rows, positions_left=positions_of(cache_rows, keys).gather(2, every)
                 )
                 keys, values = gather_rows(keys, every), gather_rows(values, every)
                 left = every if left is None else left.gather(2, every)

@@ -109,7 +109,7 @@ class Fp8(Selective):
             largest[:] = [torch.stack(largest[:-1] or largest).amax(0)]
             self._settled[at] = Settled()
         scale = self.scale_of(largest[0])
-        if cache_rows.rows is not None:
+        if cache_rows.positions_left is not None:
             return self.rounded(tensor, scale)
         return self._settled.at(cache_rows, which).read(
             tensor, cache_rows, cache_rows.stop, lambda rows, _: self.rounded(rows, scale)

@@ -67,7 +67,7 @@ class Hadamard(Selective):
         often it is read.
         """
         # If another policy evicts rows, positions are not those from start to stop.
-        if self._memory is None or cache_rows.rows is not None:
+        if self._memory is None or cache_rows.positions_left is not None:
             return self.write_rows(tensor, which, cache_rows)
         return self._memory.at(cache_rows, which).read(
             tensor,

@@ -78,7 +78,7 @@ class Kivi(Selective):
         Raises:
             UnsupportedError: Rows are missing, so that groups of neighbouring tokens are not there.
         """
-        if cache_rows.rows is not None:
+        if cache_rows.positions_left is not None:
             raise UnsupportedError(
                 "policy kivi rounds neighbouring tokens together, and another policy of this path lets go of rows: leave one out."
             )

@@ -77,7 +77,7 @@ class LowRank(Selective):
         else:
             low = self._prompt_rows(which, cache_rows.layer)
         at = positions_of(cache_rows, tensor)
-        if cache_rows.rows is None:
+        if cache_rows.positions_left is None:
             return torch.cat(
                 [
                     low[:, :, cache_rows.start :],

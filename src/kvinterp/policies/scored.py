@@ -86,7 +86,9 @@ class Scored(Policy, abc.ABC):
     def see(self, site: str, tensor: Tensor, cache_rows: CacheRows) -> None:
         """Accumulates the attention that the rows received."""
         # Blocks may differ in how many KV heads they have (Gemma 4).
-        heads = self._heads if cache_rows.rows is None else cache_rows.rows.shape[1]
+        heads = (
+            self._heads if cache_rows.positions_left is None else cache_rows.positions_left.shape[1]
+        )
         groups = rearrange(
             tensor,
             "batch (kv_head group) query key -> batch kv_head group query key",

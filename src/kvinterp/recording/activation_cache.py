@@ -34,7 +34,7 @@ def cache_of(
     tensors = {
         hook_name(site, layer): tensor
         if tensor.dim() == LAYOUTS[site].dimensions
-        else tensor.unsqueeze(LAYOUTS[site].rows)
+        else tensor.unsqueeze(LAYOUTS[site].row_axis)
         for (site, layer), tensor in records.items()
         if site in HOOKS
     }

@@ -21,7 +21,7 @@ from kvinterp.models.hook_names import Names
 from kvinterp.models.hooks import LAST
 from kvinterp.models.inputs import leading_pads
 from kvinterp.models.passes import Passes, WatchesPasses
-from kvinterp.models.sites import CACHE_SITES, LAYOUTS, ROWS
+from kvinterp.models.sites import CACHE_POSITIONS, CACHE_SITES, LAYOUTS
 from kvinterp.recording.generation import Generation, Pass, Stitched, ended, pads_in, text_end
 from kvinterp.recording.parts import PART, Packing, Parts
 from kvinterp.recording.recorder import Recorder
@@ -362,8 +362,8 @@ class Recording(Recorder, WatchesPasses):
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Keeps the rows of the columns that the window holds."""
-        if self._columns is not None and site not in (*CACHE_SITES, ROWS):
-            rows, axis = [column - self._now[0] for column in self._columns], LAYOUTS[site].rows
+        if self._columns is not None and site not in (*CACHE_SITES, CACHE_POSITIONS):
+            rows, axis = [column - self._now[0] for column in self._columns], LAYOUTS[site].row_axis
             if len(rows) < tensor.shape[axis]:
                 tensor = tensor.index_select(
                     axis, torch.tensor(rows, dtype=torch.long, device=tensor.device)
@@ -420,8 +420,8 @@ class Recording(Recorder, WatchesPasses):
         rows = torch.tensor([before.index(column) for column in columns], dtype=torch.long)
         batch.passes[at] = dataclasses.replace(here, columns=columns)
         for hook_point, tensors in self.kept.items():
-            shown, axis = tensors[self._gone], LAYOUTS[hook_point[0]].rows
-            if columns and hook_point[0] not in (*CACHE_SITES, ROWS):
+            shown, axis = tensors[self._gone], LAYOUTS[hook_point[0]].row_axis
+            if columns and hook_point[0] not in (*CACHE_SITES, CACHE_POSITIONS):
                 chosen = shown.index_select(axis, rows.to(shown.device))
                 tensors[self._gone] = self._packed([chosen])[0]
                 continue

@@ -188,7 +188,7 @@ class Generation:
                 continue
             starts = [0, *ends[:-1]]
             rows = [
-                tensor.narrow(layout.rows - 1, start, end - start)
+                tensor.narrow(layout.row_axis - 1, start, end - start)
                 for start, end in zip(starts, ends, strict=True)
             ]
             records[hook_point] = (
@@ -355,7 +355,7 @@ class Stitched(Mapping[HookPoint, Tensor]):
         pieces, layout, (begin, end) = self._pieces(hook_point), LAYOUTS[hook_point[0]], self._span
         if hook_point[0] in CACHE_SITES:
             # A cache holds every row at the last pass.
-            return pieces[-1][self._row].narrow(layout.rows - 1, begin, end - begin)
+            return pieces[-1][self._row].narrow(layout.row_axis - 1, begin, end - begin)
         found = [
             self._of_pass(hook_point[0], pieces[number][self._row], self._passes[number], columns)
             for number, first, last in owners(self._passes)
@@ -364,7 +364,7 @@ class Stitched(Mapping[HookPoint, Tensor]):
         return torch.cat(
             found
             or [self._of_pass(hook_point[0], pieces[0][self._row], self._passes[0], range(0))],
-            layout.rows - 1,
+            layout.row_axis - 1,
         )
 
     def _columns(self, first: int, last: int) -> Sequence[int]:
@@ -377,7 +377,7 @@ class Stitched(Mapping[HookPoint, Tensor]):
 
     def _of_pass(self, site: str, piece: Tensor, here: Pass, columns: Sequence[int]) -> Tensor:
         """The rows of some columns in what a pass showed."""
-        axis = LAYOUTS[site].rows - 1
+        axis = LAYOUTS[site].row_axis - 1
         at = here.rows(columns, piece.shape[axis])
         if isinstance(at, range):
             rows = piece.narrow(axis, at.start if at else 0, len(at))

@@ -94,7 +94,7 @@ class SiteHook(PathHook):
         self.listeners: dict[HookPoint, Listener] = {}
         self._reads: dict[int, list[str]] = {}
         self._keys_before_rope: dict[int, list[Tensor]] = {}
-        self._rows: dict[int, CacheRows] = {}
+        self._cache_rows: dict[int, CacheRows] = {}
         self._rotated_in_cache, self._device = adapter.facts.cached_keys_rotated, adapter.device
         for site, layer in sorted(hook_points, key=lambda hook_point: hook_point[0] in CACHE_SITES):
             if site in CACHE_SITES:
@@ -120,7 +120,7 @@ class SiteHook(PathHook):
                 stream).
         """
 
-    def rows_left(self, cache_rows: CacheRows, rows: Tensor) -> None:
+    def rows_left(self, cache_rows: CacheRows, positions: Tensor) -> None:
         """Called with the positions of a layer's rows where a policy may have let go of some,
         before its cache sites.
         """
@@ -130,14 +130,14 @@ class SiteHook(PathHook):
         follows.
         """
         self._keys_before_rope.clear()
-        self._rows.clear()
+        self._cache_rows.clear()
 
     def on_read(self, cache_rows: CacheRows, keys: Tensor, values: Tensor) -> None:
         """Shows the cache sites that attention is about to read from the store; changes nothing."""
-        if cache_rows.rows is not None:
-            self.rows_left(cache_rows, cache_rows.rows)
+        if cache_rows.positions_left is not None:
+            self.rows_left(cache_rows, cache_rows.positions_left)
             if self._align:
-                self._rows[cache_rows.layer] = cache_rows
+                self._cache_rows[cache_rows.layer] = cache_rows
         for site in self._reads.get(cache_rows.layer, ()):
             (cache_rows.check_whole if self._whole else cache_rows.check_known)(site)
             if site == "cache_k_pre" and self._rotated_in_cache:
@@ -145,8 +145,8 @@ class SiteHook(PathHook):
                 gathered = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
                 rows = (
                     gathered[:, :, cache_rows.start :]
-                    if cache_rows.rows is None
-                    else gather_rows(gathered, cache_rows.rows)
+                    if cache_rows.positions_left is None
+                    else gather_rows(gathered, cache_rows.positions_left)
                 )
             else:
                 rows = values if site == "cache_v" else keys
@@ -159,7 +159,7 @@ class SiteHook(PathHook):
         if tensor.device != self._device:
             layout = LAYOUTS[site]
             needed = (
-                tensor.narrow(layout.rows, -1, 1)
+                tensor.narrow(layout.row_axis, -1, 1)
                 if self._newest and layout.group != "cache"
                 else tensor
             )
@@ -172,7 +172,7 @@ class SiteHook(PathHook):
                 site,
                 layer,
                 0,
-                self._aligned(site, layer, tensor) if layer in self._rows else tensor,
+                self._aligned(site, layer, tensor) if layer in self._cache_rows else tensor,
             )
 
         # models/attaching.py then derives the pattern of the newest query's row alone.
@@ -183,12 +183,12 @@ class SiteHook(PathHook):
         """Spreads a pattern over absolute positions if a policy evicted rows: those positions get
         no attention.
         """
-        cache_rows = self._rows[layer]
-        if not LAYOUTS[site].keys or cache_rows.rows is None:
+        cache_rows = self._cache_rows[layer]
+        if not LAYOUTS[site].keys or cache_rows.positions_left is None:
             return tensor
-        group = tensor.shape[1] // cache_rows.rows.shape[1]
+        group = tensor.shape[1] // cache_rows.positions_left.shape[1]
         rows = repeat(
-            cache_rows.rows,
+            cache_rows.positions_left,
             "batch kv_head key -> batch (kv_head group) query key",
             group=group,
             query=tensor.shape[2],

@@ -18,7 +18,7 @@ from kvinterp.models.attaching import HookPoint
 from kvinterp.models.caches import CacheRows
 from kvinterp.models.hook_names import Names, hook_point_of, hook_points_of, sites_of
 from kvinterp.models.inputs import chosen_heads, chosen_layers, chosen_steps
-from kvinterp.models.sites import ATTENDED_SITES, CACHE_SITES, LAYOUTS, ROWS
+from kvinterp.models.sites import ATTENDED_SITES, CACHE_POSITIONS, CACHE_SITES, LAYOUTS
 from kvinterp.recording.activation_cache import cache_of
 from kvinterp.recording.hook import SiteHook
 from kvinterp.recording.trace import stacked
@@ -134,10 +134,10 @@ class Recorder(SiteHook):
         self.end_step()
         return [tensors.pop() for tensors in self.kept.values() if tensors]
 
-    def rows_left(self, cache_rows: CacheRows, rows: Tensor) -> None:
+    def rows_left(self, cache_rows: CacheRows, positions: Tensor) -> None:
         """Keeps the positions of the rows beside the sites that are shown by row."""
         if any((site, cache_rows.layer) in self.kept for site in WITH_ROWS):
-            self._show(ROWS, cache_rows.layer, cache_rows.start, rows)
+            self._show(CACHE_POSITIONS, cache_rows.layer, cache_rows.start, positions)
 
     def see(self, site: str, layer: int, start: int, tensor: Tensor) -> None:
         """Keeps the chosen rows and heads of a tensor, if this step is recorded."""
@@ -145,10 +145,10 @@ class Recorder(SiteHook):
             return
         layout, newest = LAYOUTS[site], self.positions == "newest"
         if newest:
-            tensor = tensor.select(layout.rows, -1)
+            tensor = tensor.select(layout.row_axis, -1)
         if (heads := self._heads[layout.head_kind]) is not None:
             # Without the axis of rows, the axes after it move up by one.
-            axis = layout.heads - (newest and layout.heads > layout.rows)
+            axis = layout.heads - (newest and layout.heads > layout.row_axis)
             tensor = tensor.index_select(axis, heads.to(tensor.device))
         # A copy, since some models go on computing in the tensor that they showed.
         self._pieces.setdefault((site, layer), []).append(tensor.clone())
@@ -158,7 +158,7 @@ class Recorder(SiteHook):
         return tensors
 
     def _joined(self, site: str, pieces: list[Tensor]) -> Tensor:
-        if self.positions == "newest" or site in CACHE_SITES or site == ROWS:
+        if self.positions == "newest" or site in CACHE_SITES or site == CACHE_POSITIONS:
             return pieces[-1]
         if not LAYOUTS[site].keys:
             return torch.cat(pieces, 1)

@@ -74,7 +74,7 @@ def test_the_axes_count_what_the_table_says(tiny):
     assert {site for site, _ in shown} == set(SITES) - {"router"}
     for (site, _), tensor in shown.items():
         layout, shape = LAYOUTS[site], (1, *tensor.shape)
-        assert (len(shape), shape[layout.rows]) == (layout.dimensions, len(PROMPT)), site
+        assert (len(shape), shape[layout.row_axis]) == (layout.dimensions, len(PROMPT)), site
         assert shape[layout.heads] == (adapter.facts.heads_of(site)[0] or 1), site
         assert not layout.keys or shape[layout.keys] == len(PROMPT), site
 

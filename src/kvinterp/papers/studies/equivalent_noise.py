@@ -271,7 +271,7 @@ def _read_back(
 
     def listen(cache_rows: Any, k: Tensor, v: Tensor) -> None:
         last[cache_rows.layer] = (
-            (None if cache_rows.rows is None else cache_rows.rows.to(k.device)),
+            (None if cache_rows.positions_left is None else cache_rows.positions_left.to(k.device)),
             (k, v),
         )
 
