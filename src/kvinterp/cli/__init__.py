@@ -35,6 +35,7 @@ from kvinterp.commands.registry import (
     experiments,
     question_of,
 )
+from kvinterp.common.collecting import seldom
 from kvinterp.common.console import Dropping, echo
 from kvinterp.common.files import SUMMARY, is_file, read_json, strict_json
 from kvinterp.common.source import source
@@ -220,6 +221,7 @@ app.add_typer(studies, name="study")
 def main() -> None:
     """The entry point ``kvinterp``."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    seldom()
     app()
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import pandas as pd
 
+from kvinterp.common.collecting import as_always
 from kvinterp.common.progress import counting
 from kvinterp.common.spec import by_name, read
 from kvinterp.common.store import CellResult, Store
@@ -232,6 +233,7 @@ def _loaded(settings_json: str) -> Any:
     settings = json.loads(settings_json)
     module, _, function = settings.pop("loader", MODEL_LOADER).partition(":")
     made = getattr(importlib.import_module(module), function)(**settings)
+    as_always()
     # An encoder-decoder is audited as its user's model, without an adapter.
     return made.lasting() if isinstance(made, Adapter) else made
 

@@ -159,17 +159,21 @@ def asked(experiment: Experiment) -> dict[str, Any]:
 
 def files_of(experiment: Experiment, result: Result) -> list[str]:
     """The names of a result's files beside the summary, drawn or not yet."""
+    figures = (
+        f"figures/{name}.png"
+        for name in (experiment.drawn(result) if experiment.has_page(result) else ())
+    )
+    return [*_beside_figures(experiment, result), *figures]
+
+
+def _beside_figures(experiment: Experiment, result: Result) -> list[str]:
     tables = (f"{name}.parquet" for name in result.tables)
     there = [
         name
         for name in experiment.FILES
         if result.folder is not None and (result.folder / name).exists()
     ]
-    figures = (
-        f"figures/{name}.png"
-        for name in (experiment.drawn(result) if experiment.has_page(result) else ())
-    )
-    return [*tables, *(result.others or prompts_of(result) or there), PAGE, *figures]
+    return [*tables, *(result.others or prompts_of(result) or there), PAGE]
 
 
 def with_findings(experiment: Experiment, result: Result) -> Result:
@@ -314,9 +318,7 @@ def draw(
             files.append(folder / f"{name}.png")
             write_whole(files[-1], png(figure))
     pictures = [drawing(name, chart) for name, chart in experiment.drawn(result).items()]
-    beside = [
-        name for name in files_of(experiment, with_findings(experiment, result)) if "/" not in name
-    ]
+    beside = _beside_figures(experiment, with_findings(experiment, result))
     page = folder.parent / PAGE
     write_whole(page, page_of(experiment, result, pictures, [*beside, SUMMARY]))
     return [*files, page]

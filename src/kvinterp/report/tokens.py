@@ -9,6 +9,7 @@ paths.
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -307,15 +308,17 @@ def _attention(
     rows = within(comparison.attention_rows, steps, most).merge(
         steps[_STEP].reset_index(names="row"), on=_STEP
     )
-    for (row, layer, head), group in rows.groupby(["row", "layer", "head"]):
-        group = group.sort_values("position")
-        a, b = (group[side].to_numpy(float) for side in "ab")
-        # The rows of both paths are nearly equal, so that beside each other they compress well.
-        values = {
-            name: three_digits(side) for name, side in (("a", a), ("b", b), ("difference", a - b))
-        }
-        first = int(group["position"].min())
-        entries.setdefault(int(row), []).append(
-            {"layer": int(layer), "head": int(head), "first": first, **values}
-        )
+    rows = rows.sort_values(["row", "layer", "head", "position"], kind="stable")
+    a, b = (rows[side].to_numpy(float) for side in "ab")
+    # The rows of both paths are nearly equal, so that beside each other they compress well.
+    values = {
+        name: three_digits(side) for name, side in (("a", a), ("b", b), ("difference", a - b))
+    }
+    # Cut at once and not group by group: there are as many as steps, layers and heads.
+    keys = rows[["row", "layer", "head", "position"]].to_numpy(int)
+    begins = np.flatnonzero((np.diff(keys[:, :3], axis=0, prepend=-1) != 0).any(axis=1))
+    for begin, end in itertools.pairwise([*begins.tolist(), len(keys)]):
+        row, layer, head, first = keys[begin].tolist()
+        cut = {name: side[begin:end] for name, side in values.items()}
+        entries.setdefault(row, []).append({"layer": layer, "head": head, "first": first, **cut})
     return entries
