@@ -274,12 +274,22 @@ def audit(
         )
         tell, more = progress or (lambda _: None), THOROUGH if checks == "thorough" else 1
 
+        spent: dict[str, float] = {}
+
         def exercised() -> list[Check]:
             return (
                 []
                 if checks == "none"
                 else uses_of(
-                    adapter, count * more, most * more, seed, extra, reach, tell, breadth=checks
+                    adapter,
+                    count * more,
+                    most * more,
+                    seed,
+                    extra,
+                    reach,
+                    tell,
+                    breadth=checks,
+                    spent=spent,
                 )
             )
 
@@ -287,6 +297,10 @@ def audit(
         order = "programs" if checks == "quick" and not allow else "precisions"
         evidence = Auditor(adapter, plan, dtypes, exercised, tell, order).run()
         evidence.distances = distances_of(adapter, extra)
+        evidence.seconds += [
+            {"rung": evidence.own, "part": f"programs: {stage}", "processor_seconds": took}
+            for stage, took in spent.items()
+        ]
         evidence.about = provenance(adapter, lengths=list(plan.prefills), steps=plan.steps)
         if evidence.prompt is not None:
             evidence.about["prompt_differs"] = dataclasses.asdict(evidence.prompt)

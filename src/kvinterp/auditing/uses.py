@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -58,6 +59,7 @@ def uses_of(
     progress: Callable[[str], None] = lambda _: None,
     asked: GivenCache | None = None,
     breadth: str = "default",
+    spent: dict[str, float] | None = None,
 ) -> list[Check]:
     """Tries a model's cache in every use that it offers.
 
@@ -74,6 +76,7 @@ def uses_of(
         asked: The cache that is asked about, where it is not the model's own.
         breadth: ``"quick"``: each use once, until one is wrong, and nothing that no contract of a
             cache promises; ``"each"``: the same, whatever is wrong.
+        spent: Gets the processor seconds of each stage, by its name.
 
     Returns:
         A check a use, those that are wrong first.
@@ -114,7 +117,10 @@ def uses_of(
             str(program_named(text)): (past(size), size) for text, size in further.items()
         } | names
         not_reached += [*dear, *_cut(found, names, programs, seconds)]
-        checks = _checks(subject, found, names, {*map(str, given)})
+        spent = {} if spent is None else spent
+        spent |= found.spent
+        with _spending(spent, "places and lines of what is wrong"):
+            checks = _checks(subject, found, names, {*map(str, given)})
         # In 16 bits a cache that loses is off from itself wherever rounding tips what it quantises.
         sixteen = adapter.dtype in SIXTEEN
         if why:
@@ -125,9 +131,10 @@ def uses_of(
             if sixteen
             else not any(one.status == WRONG for one in checks) and _may_cast(subject, found)
         ):
-            checks += _narrow(
-                adapter, subject, given, _wrong_uses(checks), programs // 5, seconds / 3, make
-            )
+            with _spending(spent, "again in 16 bits" if sixteen else "again with casts to 16 bits"):
+                checks += _narrow(
+                    adapter, subject, given, _wrong_uses(checks), programs // 5, seconds / 3, make
+                )
         if asked is not None:
             checks = asked.blamed(adapter, asked.completed(subject, checks))
         if subject.mixes:
@@ -140,6 +147,7 @@ def uses_of(
         # What no contract of a cache promises: said, and no failure.
         if breadth not in ONCE:
             found = search(subject, programs // 6, seconds / 4, seed, faults=1, beyond="yes")
+            spent |= found.spent
             known = _wrong_uses(checks)
             checks += [
                 _wrong(subject, one, BEYOND, found.ran)
@@ -147,6 +155,14 @@ def uses_of(
                 if base_of(one.use) not in known
             ]
         return [*sorted(checks, key=lambda one: one.status != WRONG), *not_reached]
+
+
+@contextlib.contextmanager
+def _spending(spent: dict[str, float], stage: str) -> Iterator[None]:
+    """Notes the processor seconds of what runs inside."""
+    began = time.process_time()
+    yield
+    spent[stage] = time.process_time() - began
 
 
 def check_functions(

@@ -408,8 +408,11 @@ def test_what_names_no_type_of_16_bits_is_not_run_again_with_casts(monkeypatch):
     monkeypatch.setattr(uses, "_narrow", lambda *_: narrow.append("run") or [])
     monkeypatch.setattr(uses, "FIRST", FIRST[:2])
     monkeypatch.setattr(search_file, "FIRST", FIRST[:2])
-    assert uses_of(plain.given, 2)
+    spent: dict[str, float] = {}
+    assert uses_of(plain.given, 2, spent=spent)
     assert not narrow
+    # Where the seconds went.
+    assert spent["tried first"] > 0
     assert uses_of(plain.given, 1)
     assert narrow, "a program that was cut off may run in it"
     narrow.clear()

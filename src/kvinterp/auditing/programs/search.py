@@ -313,6 +313,7 @@ class Searched:
         ran: How many programs ran.
         reach: How far those went that came to each use and were right in it.
         cut: What was to be tried and was not, as programs or processor seconds were over.
+        spent: Processor seconds by stage.
         worst: The largest error of those that are right, of the largest logit.
     """
 
@@ -322,6 +323,7 @@ class Searched:
     ran: int = 0
     reach: dict[str, Reach] = dataclasses.field(default_factory=dict)
     cut: list[Program] = dataclasses.field(default_factory=list)
+    spent: dict[str, float] = dataclasses.field(default_factory=dict)
     worst: float = 0.0
 
 
@@ -412,6 +414,15 @@ class _Pace:
         return program.columns * len(program.rows.pads)
 
 
+def _stage(number: int, given: int, at_first: int, meant: int, beyond: str) -> str:
+    """What a program is part of, by its number in the queue."""
+    if beyond == "yes":
+        return "what no contract promises"
+    if number < given:
+        return "asked for or over an edge"
+    return "tried first" if number < at_first else "far" if number < meant else "drawn"
+
+
 def search(
     subject: Subject,
     programs: int,
@@ -483,8 +494,11 @@ def search(
             found.cut.append(program)
             continue
         one = run_program(subject, program)
+        took = time.process_time() - now
+        stage = _stage(number, len(given), at_first, meant, beyond)
+        found.spent[stage] = found.spent.get(stage, 0.0) + took
         if at_first <= number < meant:
-            pace.took(program, time.process_time() - now)
+            pace.took(program, took)
         one.ran = found.ran = found.ran + 1
         progress(f"program {found.ran} of {max(programs, len(given))}")
         if one.word == RIGHT:
@@ -505,7 +519,10 @@ def search(
                 # What is quick ends with this one: it has all the time that is left.
                 left = max(pace.ends - time.process_time(), 0.5) if faults == 1 else 1.0
                 least = left if quick else 5.0
+                now = time.process_time()
                 one = shrink(subject, one, seconds / 4, "yes" if kept else "no", least)
+                took = time.process_time() - now
+                found.spent["shrinking"] = found.spent.get("shrinking", 0.0) + took
             if not known & set(map(base_of, one.uses)):
                 found.wrong.append(one)
                 known.add(base_of(one.use))
