@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvinterp as kv
 from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.names import OPERATIONS, program_named
-from kvinterp.auditing.programs.outcome import REFUSED, RIGHT, WRONG
+from kvinterp.auditing.programs.outcome import PLAIN, REFUSED, RIGHT, WRONG
 from kvinterp.auditing.programs.pasted import pasted
 from kvinterp.auditing.programs.program import ASKS, ATTENTION, FED, MASKS, Rows
 from kvinterp.auditing.programs.search import FIRST, run_program, search, shrink
@@ -305,6 +305,39 @@ def test_a_cache_that_holds_more_than_its_layers_takes_no_rows_of_another():
     )
     assert run.word == RIGHT, run.why
     assert "rows that join" not in run.uses
+
+
+class OneRow(LlamaForCausalLM):
+    """A Llama whose generate() breaks on several rows, with and without a cache."""
+
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        return super().prepare_inputs_for_generation(input_ids, **kwargs) | ({} if len(input_ids) == 1 else {}["rows"])
+
+
+@pytest.mark.parametrize("how", ["ends", "beams", "static"])
+def test_what_breaks_without_a_cache_too_is_no_fault_of_the_cache(how):
+    """Before its program ran, generate() was asked which token ends a row; what it raised there was the cache's fault."""
+    run = run_program(subject_of("", OneRow), program_named(f"rows(0+0)+generate(3,3,{how})"))
+    assert run.word == PLAIN, (run.word, run.why)
+
+
+def test_a_fault_is_not_shrunk_until_rounding_hides_it(sound):
+    """Of a fault that grows with the text the smallest program that is wrong at all was shown."""
+
+    class Grows(LlamaForCausalLM):
+        def forward(self, input_ids=None, past_key_values=None, **more):
+            held = 0 if past_key_values is None else past_key_values.get_seq_length()
+            out = super().forward(input_ids, past_key_values=past_key_values, **more)
+            if held:
+                out.logits = out.logits * (1 + torch.arange(out.logits.shape[-1]) % 2 * 10.0 ** (held / 2 - 8))
+            return out
+
+    subject = subject_of("", Grows)
+    one = run_program(subject, program_named("rows(0)+feed(11)+feed(1)"))
+    small = shrink(subject, one, 5)
+    assert one.wrong.error > 1e-3
+    assert subject.limit < 1e-6 < small.wrong.error
+    assert small.program.columns < one.program.columns
 
 
 def test_other_types_are_another_text(sound):

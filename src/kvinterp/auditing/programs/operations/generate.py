@@ -164,14 +164,14 @@ class Generate(Operation):
         needed = needed or (run.filled and "source" in run.subject.reads(run.begins))
         attention_mask = full if needed and "attention_mask" in run.subject.takes else None
         name = f"{name}{PADDED}" if padded else name
-        try:
-            end = self._end(run, prompt, attention_mask) if self.how == "ends" else None
-        except Exception:
-            run.tries(name)  # What the model raises is said of this use.
-            raise
-        if self.how == "ends" and end is None:
-            back()  # No token ends one row before another.
-            return
+        end = None
+        if self.how == "ends":
+            # What the model raises it raises below too, where its lines are written.
+            with contextlib.suppress(Exception):
+                end = self._end(run, prompt, attention_mask)
+                if end is None:
+                    back()  # No token ends one row before another.
+                    return
         if self.count > 1:
             run.tries("decode step")
         run.tries(name)
