@@ -88,7 +88,7 @@ def page(verdict: Verdict, files: Sequence[str] = (), measured: Audit | None = N
             (check.lines for check in verdict.checks if check.status == WRONG and check.lines), ""
         ),
         program_title=IN_PYTHON,
-        pictures=[drawing("The precision ladder", chart)] if chart else [],
+        pictures=[drawing(chart)] if chart else [],
         **_uses(verdict),
         layer_name=_layer_name,
         measured=measured,

@@ -317,7 +317,7 @@ def draw(
         for name, figure in experiment.figures(result).items():
             files.append(folder / f"{name}.png")
             write_whole(files[-1], png(figure))
-    pictures = [drawing(name, chart) for name, chart in experiment.drawn(result).items()]
+    pictures = [*map(drawing, experiment.drawn(result).values())]
     beside = _beside_figures(experiment, with_findings(experiment, result))
     page = folder.parent / PAGE
     write_whole(page, page_of(experiment, result, pictures, [*beside, SUMMARY]))

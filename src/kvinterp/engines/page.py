@@ -136,7 +136,7 @@ def _map(verdict: Verdict) -> Any:
         label="largest distance (nats)" if step > 1 else "distance (nats)",
     )
     chart = Chart("Distance by sequence and position", [panel])
-    shown = drawing("The distance by sequence and position", chart)
+    shown = drawing(chart)
     return {"picture": shown, "first": int(cells["sequence"].min())}
 
 

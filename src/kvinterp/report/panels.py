@@ -31,13 +31,8 @@ DIGITS = 5
 """Digits of a number on a page: a screen has fewer places."""
 
 
-def drawing(name: str, chart: Chart) -> Drawing:
-    """A chart for the page's own script.
-
-    Args:
-        name: The figure's name; with blanks it is the caption.
-        chart: The chart.
-    """
+def drawing(chart: Chart) -> Drawing:
+    """A chart for the page's own script; its title is what a reader without pictures is told."""
     data = {
         "title": chart.title,
         "notes": list(chart.notes),
@@ -45,7 +40,7 @@ def drawing(name: str, chart: Chart) -> Drawing:
     }
     # The same data always give the same bytes.
     text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
-    return Drawing(name.replace("_", " "), gzip.compress(text.encode(), mtime=0))
+    return Drawing(chart.title, gzip.compress(text.encode(), mtime=0))
 
 
 def _panel(panel: Panel) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def cells(rows: int, columns: int, scale: str) -> Panel:
 
 
 def data_of(chart: Chart) -> Any:
-    return json.loads(gzip.decompress(drawing("a_name", chart).packed))
+    return json.loads(gzip.decompress(drawing(chart).packed))
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -81,7 +81,7 @@ def test_a_map_keeps_what_has_no_value_apart_from_zero() -> None:
     assert shown["facets"][0]["written"][1] == ["0", "0", "0"]
     assert (shown["rows"], shown["across"], shown["level"]) == (["0", "1"], ["0", "1", "2"], 1)
     assert data_of(Chart("Many", [cells(40, 8, "zero")]))["panels"][0]["facets"][0]["written"] == []
-    assert drawing("a", Chart("Cells", [cells(2, 3, "zero")])) == drawing("a", Chart("Cells", [cells(2, 3, "zero")]))
+    assert drawing(Chart("Cells", [cells(2, 3, "zero")])) == drawing(Chart("Cells", [cells(2, 3, "zero")]))
 
 
 def test_a_page_needs_no_matplotlib() -> None:
@@ -112,7 +112,7 @@ def test_every_kind_on_every_scale_is_legible(page_opened: Callable[..., Opened]
         Chart("level", [panel("points", "linear", level="equal", xscale="linear"), panel("line", "zero", level=0.5)])
     ]
     path = tmp_path / "page.html"
-    path.write_text(render("Charts", [drawing(f"chart_{n}", chart) for n, chart in enumerate(charts)]), encoding="utf-8")
+    path.write_text(render("Charts", [*map(drawing, charts)]), encoding="utf-8")
     opened = page_opened(path)
     opened.page.wait_for_function(
         "() => [...document.querySelectorAll('.kv-chart')].every((root) => root.querySelector('svg'))"

@@ -10,7 +10,7 @@ import random
 from typing import Any, ClassVar
 
 import torch
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from kvinterp.auditing.programs.operations.fork import another_prompt, serve
 from kvinterp.auditing.programs.program import Operation
@@ -141,6 +141,7 @@ class Join(Operation):
             super().offered(run)
             and run.subject.kind is None
             # A class of a model's own may hold states beside its layers.
+            and isinstance(run.cache, Cache)
             and vars(run.cache).keys() <= vars(DynamicCache()).keys()
             and all(type(layer).__name__ == "DynamicLayer" for layer in layers)
             # A model that writes nothing into its cache leaves layers without tensors.
