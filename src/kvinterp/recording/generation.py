@@ -8,7 +8,7 @@ import bisect
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from kvinterp.models.hook_names import hook_name, hook_point_of
 from kvinterp.models.provenance import provenance
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS
 from kvinterp.recording.activation_cache import cache_of
-from kvinterp.recording.parts import Saved
+from kvinterp.recording.parts import Saved, Unread
 from kvinterp.recording.trace import Trace
 
 _TEXT, _LOGITS = "generation.json", "logits.safetensors"
@@ -309,7 +309,7 @@ class Generation:
         return pd.concat(pieces, ignore_index=True)
 
 
-class Stitched(Mapping[HookPoint, Tensor]):
+class Stitched(Unread):
     """The records of one row of a batch; a tensor is stitched when it is asked for, so that nothing
     is held twice.
 
@@ -331,27 +331,12 @@ class Stitched(Mapping[HookPoint, Tensor]):
         span: tuple[int, int],
         chosen: Sequence[int] | None = None,
     ) -> None:
-        self._pieces, self._hook_points, self._passes, self._row, self._span = (
-            pieces,
-            tuple(hook_points),
-            passes,
-            row,
-            span,
-        )
-        self._chosen = chosen
+        super().__init__(hook_points)
+        self._pieces, self._passes, self._row = pieces, passes, row
+        self._span, self._chosen = span, chosen
 
-    def __iter__(self) -> Iterator[HookPoint]:
-        return iter(self._hook_points)
-
-    def __len__(self) -> int:
-        return len(self._hook_points)
-
-    def __contains__(self, hook_point: object) -> bool:
-        return hook_point in self._hook_points
-
-    def __getitem__(self, hook_point: HookPoint) -> Tensor:
-        if hook_point not in self._hook_points:
-            raise KeyError(hook_point)
+    def read(self, hook_point: HookPoint) -> Tensor:
+        """Stitches the rows of its passes."""
         pieces, layout, (begin, end) = self._pieces(hook_point), LAYOUTS[hook_point[0]], self._span
         if hook_point[0] in CACHE_SITES:
             # A cache holds every row at the last pass.

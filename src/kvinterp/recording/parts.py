@@ -4,6 +4,7 @@ back one at a time.
 
 from __future__ import annotations
 
+import abc
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -116,16 +117,19 @@ class Parts:
         return self._open[1].get_tensor(f"{hook_point[0]}.{hook_point[1]}.{number}")  # type: ignore[no-any-return]
 
 
-class Saved(Mapping[HookPoint, Tensor]):
-    """The tensors that a generation saved, a file each; one is read when it is asked for.
+class Unread(Mapping[HookPoint, Tensor]):
+    """Tensors by site and layer, each of which is made when it is asked for.
 
     Args:
-        folder: The folder.
-        hook_points: The sites and layers in it.
+        hook_points: The sites and layers.
     """
 
-    def __init__(self, folder: Path, hook_points: Sequence[HookPoint]) -> None:
-        self._folder, self._hook_points = folder, tuple(hook_points)
+    def __init__(self, hook_points: Sequence[HookPoint]) -> None:
+        self._hook_points = tuple(hook_points)
+
+    @abc.abstractmethod
+    def read(self, hook_point: HookPoint) -> Tensor:
+        """The tensor of one that there is."""
 
     def __iter__(self) -> Iterator[HookPoint]:
         return iter(self._hook_points)
@@ -139,6 +143,23 @@ class Saved(Mapping[HookPoint, Tensor]):
     def __getitem__(self, hook_point: HookPoint) -> Tensor:
         if hook_point not in self._hook_points:
             raise KeyError(hook_point)
+        return self.read(hook_point)
+
+
+class Saved(Unread):
+    """The tensors that a generation saved, a file each.
+
+    Args:
+        folder: The folder.
+        hook_points: The sites and layers in it.
+    """
+
+    def __init__(self, folder: Path, hook_points: Sequence[HookPoint]) -> None:
+        super().__init__(hook_points)
+        self._folder = folder
+
+    def read(self, hook_point: HookPoint) -> Tensor:
+        """Reads its file."""
         with safe_open(self.file(self._folder, hook_point), framework="pt") as file:
             return file.get_tensor("rows")  # type: ignore[no-any-return]
 
