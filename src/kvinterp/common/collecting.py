@@ -1,8 +1,10 @@
-"""How often Python looks for cycles while a command imports its libraries: a sixth of a small command's time went into that.
+"""How often Python looks for cycles while a command imports its libraries: a sixth of a small
+command's time went into that.
 
-Torch and transformers make some hundred thousand objects that live as long as the process, and by default all of them are
-looked through again and again. Only the command line does this (:func:`seldom`), in a process of its own; from the first model
-on, whose tensors may hang in cycles, it is as always.
+Torch and transformers make some hundred thousand objects that live as long as the process, and by
+default all of them are looked through again and again. Only the command line does this
+(:func:`seldom`), in a process of its own; from the first model on, whose tensors may hang in
+cycles, it is as always.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ def seldom() -> None:
 
 
 def as_always() -> None:
-    """Looks for them as often as before :func:`seldom`, among what is made from here on; nothing without that."""
+    """Looks for them as often as before :func:`seldom`, among what is made from here on; nothing
+    without that.
+    """
     if _before:
         # Once, so that nothing that loading left in a cycle is kept; what is left then lasts.
         gc.collect()
