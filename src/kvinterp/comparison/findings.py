@@ -468,7 +468,7 @@ def _kv_by_position(comparison: Comparison) -> list[Panel]:
     table = table.set_index([*keys]).reindex(cells).reset_index()
     return [Panel(table, "position", "layer", "map", "error", facet="tensor", columns=1, label="mean relative error",
                   level=prompt if prompt in positions else None,
-                  xlabel=f"absolute cache position (prompt {example['example']}; white: exactly equal)")]  # fmt: skip
+                  xlabel=f"absolute cache position (prompt {example['example']}; blank: exactly equal)")]  # fmt: skip
 
 
 def _first_step(comparison: Comparison, table: str) -> int:
