@@ -170,11 +170,12 @@ class CachedRows:
             prompt = self._prompt.get(layer)
             # What attends to itself alone by design did so in the prompt, too; what attends to no
             # positions had other keys there.
-            attends = self.adapter.attention_only and self.adapter.facts.windows[layer] != 1
             if self._prompt:
                 attends = (
                     prompt is not None and prompt.keys >= self._prompted and prompt.visible > 1
                 )
+            else:
+                attends = self.adapter.attention_only and self.adapter.facts.windows[layer] != 1
             if attends and 0 < seen.keys <= self._new:
                 found.append(layer)
         if found:

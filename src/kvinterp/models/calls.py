@@ -60,6 +60,7 @@ class Calls:
         self.mask: Tensor | None = None
         self.newest_logits: list[Tensor] = []
         self._embedded: list[Tensor] = []
+        self._running = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -114,9 +115,17 @@ class Calls:
             self._embedded.append(ids.detach())
 
     def _forward(self, _: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._running:
+            # A forward within a forward is none of the user's: the adapter asks something of the
+            # model for the first time.
+            return forward(*args, **kwargs)
         mask = kwargs.get("attention_mask")
         self.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        output = forward(*args, **kwargs)
+        self._running = True
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._running = False
         if self._keeps:
             logits = getattr(output, "logits", output)
             if isinstance(logits, Tensor) and logits.dim() == 3:

@@ -64,3 +64,22 @@ def test_sampling_draws_alike_and_a_position_that_is_never_written_is_refused(mo
     patch = kv.Patch("resid_post", (1,), positions=60, donor="zero")
     with pytest.raises(kv.InputError, match="position 60 does not exist: the context held"):
         kv.patched_generation(model, PROMPT, patch, max_new_tokens=NEW)
+
+
+def test_a_first_question_to_a_model_inside_a_forward_is_none_of_its_forwards() -> None:
+    """Whatever an adapter asks of a model for the first time, wherever that falls."""
+    model = kv.load_model("zoo:gqa2-mini", dtype="float64")
+    forward, ran = model.model.model.layers[0].forward, []
+
+    def asks(*args: Any, **kwargs: Any) -> Any:
+        if not ran:
+            ran.append("")
+            ran[0] = model.memory.name
+        return forward(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.model.model.layers[0], "forward", asks)
+        (text,) = kv.generated(model, [PROMPT], "resid_post", max_new_tokens=3, logits="keep")
+    assert ran == ["past_key_values"]
+    assert text.logits is not None
+    assert text.logits.argmax(-1).tolist() == list(text.tokens)
