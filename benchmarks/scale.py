@@ -167,7 +167,7 @@ SWEEPS: dict[str, Callable[[str], Iterator[Row]]] = {
 
 def draw(fits: list[Row], here: dict[str, Any], picture: Path) -> None:
     """A panel a sweep: the mean difference and its line, a dtype each."""
-    from kvinterp.common.store import write_whole
+    from kvinterp.common.files import write_whole
     from kvinterp.report.charts import set_scale
     from kvinterp.report.style import line_of, png, sheet, sign
 

@@ -157,7 +157,7 @@ def table_of(rows: pd.DataFrame, part: str = "generated", over: str = "all") -> 
 
 def draw(rows: pd.DataFrame, here: dict[str, Any], picture: Path) -> None:
     """A panel a readout, a line a setting's dtype: the share at generated positions, with its interval, and the null."""
-    from kvinterp.common.store import write_whole
+    from kvinterp.common.files import write_whole
     from kvinterp.report.style import line_of, png, sheet, sign
 
     chosen = rows[(rows["part"] == "generated") & (rows["over"] == "all") & (rows["readout"] != "distance")]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from command_line import kvinterp, wrong
-from kvinterp.common.store import write_whole
+from kvinterp.common.files import write_whole
 
 
 @pytest.fixture

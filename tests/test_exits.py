@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import kvinterp as kv
 from command_line import kvinterp, wrong
 from kvinterp.cli import app
-from kvinterp.common.store import write_whole
+from kvinterp.common.files import write_whole
 
 OPTIONS = ["--lengths", "5", "--steps", "1", "--rungs", "float32", "--dtype", "float32", "--device", "cpu"]
 OPTIONS += ["--checks", "none"]

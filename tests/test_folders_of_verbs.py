@@ -14,7 +14,7 @@ import kvinterp.auditing.folder as folder_of_audit
 import kvinterp.papers.studies.root_cause  # what no_model takes away must be there before
 from command_line import wrong
 from cutting import MODEL, SMALL, VERBS
-from kvinterp.common.store import write_whole
+from kvinterp.common.files import write_whole
 from kvinterp.errors import InputError
 from writing import write_tables
 

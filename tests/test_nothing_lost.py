@@ -12,7 +12,8 @@ import pytest
 
 from cutting import VERBS, Run, cut_after, ended, same, started
 from kvinterp.commands import results
-from kvinterp.common.store import clear_cells, write_whole
+from kvinterp.common.files import write_whole
+from kvinterp.common.store import clear_cells
 from kvinterp.errors import InputError
 
 pytestmark = pytest.mark.xdist_group("nothing lost")

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from kvinterp.common.store import write_whole
+from kvinterp.common.files import write_whole
 from kvinterp.comparison import TABLES
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError

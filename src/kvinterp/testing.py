@@ -20,8 +20,7 @@ from kvinterp.auditing.audit import audit
 from kvinterp.auditing.programs.outcome import RIGHT, WRONG
 from kvinterp.auditing.programs.search import base_of
 from kvinterp.auditing.verdict import Verdict
-from kvinterp.common.files import read_json, strict_json
-from kvinterp.common.store import write_whole
+from kvinterp.common.files import read_json, strict_json, write_whole
 from kvinterp.errors import InputError
 
 WRITE = "KVINTERP_BASELINE"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 import unittest
 from pathlib import Path
 from typing import Any
@@ -101,3 +103,44 @@ def test_a_class_that_is_wrong_is_named_and_the_others_are_tried(tmp_path: Path)
     ((test, said),) = result.failures
     assert "Uncropped" in str(test)
     assert "FAIL" in said
+
+
+LIGHT = """
+import sys
+
+blocked = ("transformer_lens", "circuitsvis", "matplotlib", "statsmodels", "pyarrow", "typer", "rich")
+sys.modules.update(dict.fromkeys(blocked))
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvinterp.testing import CacheInconsistency, assert_cache_consistent
+
+quickly = {"lengths": (5,), "steps": 1, "rungs": ("float32",), "seconds": 4.0}
+sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 1, "num_attention_heads": 4}
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+print(assert_cache_consistent(model, **quickly).verdict)
+
+
+def behind_a_cache_from_0(module, args, given):
+    cache = given.get("past_key_values")
+    if cache is not None and cache.get_seq_length():
+        given["position_ids"] = torch.zeros_like(given["input_ids"])
+
+
+model.model.register_forward_pre_hook(behind_a_cache_from_0, with_kwargs=True)
+try:
+    assert_cache_consistent(model, **quickly)
+except CacheInconsistency as error:
+    print(error.verdict.verdict)
+"""
+
+
+def test_a_test_needs_no_package_of_the_pages(tmp_path: Path) -> None:
+    """What draws pages, keeps tables and loads other kinds of models is imported where it is used, and not for an assertion."""
+    command = [sys.executable, "-c", LIGHT]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    said, wrong = ran.stdout.split()
+    assert said in ("equal", "rounding"), said
+    assert wrong == "bug"

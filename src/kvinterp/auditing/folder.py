@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from kvinterp.common.files import SUMMARY, check_writable, is_file, read_json
-from kvinterp.common.store import write_whole
+from kvinterp.common.files import SUMMARY, check_writable, is_file, read_json, write_whole
 from kvinterp.errors import InputError
 
 if TYPE_CHECKING:

@@ -30,8 +30,9 @@ from kvinterp.common.files import (
     is_file,
     read_json,
     strict_json,
+    write_whole,
 )
-from kvinterp.common.store import clear_cells, write_whole
+from kvinterp.common.store import clear_cells
 from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, in_one_line
 

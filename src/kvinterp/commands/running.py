@@ -29,9 +29,9 @@ from kvinterp.commands.results import (
     write_result,
 )
 from kvinterp.common.checks import check_choice, check_known, check_unread
-from kvinterp.common.files import SUMMARY, is_file
+from kvinterp.common.files import SUMMARY, is_file, write_whole
 from kvinterp.common.result import Result
-from kvinterp.common.store import CELLS, Store, write_whole
+from kvinterp.common.store import CELLS, Store
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, unexpected, unknown
 from kvinterp.findings import findings_of

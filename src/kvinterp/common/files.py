@@ -7,7 +7,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,6 +74,37 @@ def explaining_errors(path: Path) -> Iterator[None]:
         raise InputError(
             f"folder {name!r} cannot be written ({reason}): choose another with --out."
         ) from error
+
+
+def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]) -> None:
+    """Writes a file so that it appears whole or not at all; creates its folder.
+
+    Args:
+        path: The file.
+        content: Its content, or a function that writes it.
+
+    Raises:
+        InputError: It cannot be written.
+    """
+
+    def write() -> None:
+        with replaced(path) as file:
+            if callable(content):
+                content(file)
+            else:
+                # A page may show a file name that is not UTF-8: it is written as an escape.
+                file.write(
+                    content.encode("utf-8", "backslashreplace")
+                    if isinstance(content, str)
+                    else content
+                )
+
+    with explaining_errors(path.parent):
+        try:
+            write()
+        except FileNotFoundError:
+            # Another run into this folder finished and removed the half-written file.
+            write()
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

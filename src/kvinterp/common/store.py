@@ -16,15 +16,15 @@ import io
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kvinterp.common.files import PARTIAL, differences, explaining_errors, replaced, strict_json
+from kvinterp.common.files import PARTIAL, differences, strict_json, write_whole
 from kvinterp.errors import InputError
 
 log = logging.getLogger("kvinterp")
@@ -122,34 +122,3 @@ def clear_cells(folder: Path) -> None:
     for partial in [*folder.glob(f".*{PARTIAL}"), *folder.glob(f"figures/.*{PARTIAL}")]:
         with contextlib.suppress(OSError):
             partial.unlink()
-
-
-def write_whole(path: Path, content: str | bytes | Callable[[IO[bytes]], object]) -> None:
-    """Writes a file so that it appears whole or not at all; creates its folder.
-
-    Args:
-        path: The file.
-        content: Its content, or a function that writes it.
-
-    Raises:
-        InputError: It cannot be written.
-    """
-
-    def write() -> None:
-        with replaced(path) as file:
-            if callable(content):
-                content(file)
-            else:
-                # A page may show a file name that is not UTF-8: it is written as an escape.
-                file.write(
-                    content.encode("utf-8", "backslashreplace")
-                    if isinstance(content, str)
-                    else content
-                )
-
-    with explaining_errors(path.parent):
-        try:
-            write()
-        except FileNotFoundError:
-            # Another run into this folder finished and removed the half-written file.
-            write()

@@ -21,8 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from kvinterp.common.checks import check_instance
-from kvinterp.common.files import bytes_of, is_file, strict_json
-from kvinterp.common.store import write_whole
+from kvinterp.common.files import bytes_of, is_file, strict_json, write_whole
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.attaching import HookPoint
 from kvinterp.models.hashing import weights_hash

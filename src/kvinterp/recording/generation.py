@@ -19,8 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from kvinterp.common.files import bytes_of, is_file, strict_json
-from kvinterp.common.store import write_whole
+from kvinterp.common.files import bytes_of, is_file, strict_json, write_whole
 from kvinterp.errors import InputError, UnsupportedError, shown
 from kvinterp.models.attaching import HookPoint
 from kvinterp.models.hook_names import hook_name, hook_point_of

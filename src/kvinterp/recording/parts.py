@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvinterp.common.store import write_whole
+from kvinterp.common.files import write_whole
 from kvinterp.errors import InputError
 from kvinterp.models.attaching import HookPoint
 

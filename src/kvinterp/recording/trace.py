@@ -17,9 +17,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from kvinterp.common.checks import check_instance
-from kvinterp.common.files import bytes_of, is_file, strict_json
+from kvinterp.common.files import bytes_of, is_file, strict_json, write_whole
 from kvinterp.common.numbers import counted, models_of
-from kvinterp.common.store import write_whole
 from kvinterp.errors import InputError, shown
 from kvinterp.models.attaching import HookPoint
 from kvinterp.models.hook_names import HOOKS, hook_point_of

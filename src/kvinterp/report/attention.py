@@ -26,8 +26,8 @@ from kvinterp.common.checks import (
     check_whole,
     given_list,
 )
+from kvinterp.common.files import write_whole
 from kvinterp.common.numbers import counted, number
-from kvinterp.common.store import write_whole
 from kvinterp.comparison import Comparison
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located
 from kvinterp.models import Adapter, wrap
