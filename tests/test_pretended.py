@@ -184,12 +184,12 @@ WAITS = {
     ),
     "evicting": (2, lambda adapter, steps: kv.run(adapter, PROMPT, "cached+h2o", max_new_tokens=steps)),
     "decomposed": (2, lambda adapter, steps: kv.decompose(adapter, PROMPT, max_new_tokens=steps, progress="none")),
-    # A lane a layer, each with patches at three sites; each lane with its own tokens.
+    # A path a layer, each with patches at three sites; each with its own tokens.
     "swept": (2, lambda adapter, steps: swept(adapter, "resid_mid", steps)),
     "swept, free": (2, lambda adapter, steps: swept(adapter, "resid_post", steps, protocol="free")),
     "swept, cached": (1, lambda adapter, steps: swept(adapter, "kv", steps, direction="into-cached")),
 }
-"""Most reads a step, however many layers and lanes there are."""
+"""Most reads a step, however many layers and paths there are."""
 
 
 def swept(adapter: kv.Adapter, site: str, steps: int, **options: Any) -> kv.Sweep:

@@ -36,7 +36,7 @@ def decoded(load: Any) -> tuple[Any, dict[int, Any], dict[str, pd.DataFrame]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvinterp.papers.studies.behaviour.paths_of", lambda kernels: NOISY)
         parts = [
-            decodes_of(adapter, {n: prompt}, lanes=(Memory().decoder,) * 2, **SAMPLED) for n, prompt in prompts.items()
+            decodes_of(adapter, {n: prompt}, decoders=(Memory().decoder,) * 2, **SAMPLED) for n, prompt in prompts.items()
         ]
         made = {name: pd.concat([part[name] for part in parts]).assign(model="m") for name in parts[0]}
     assert made["decodes"]["diverged"].nunique() == 2, "the case needs decodes of both kinds"

@@ -137,9 +137,9 @@ def compare_examples(
         examples: As for :func:`compare_each`.
         settings: As for :func:`compare_each`.
     """
-    parts: dict[int, Comparison] = {}
-    compare_each(parts.__setitem__, model, prompts, *paths, examples=examples, **settings)
-    return Comparison.joined(parts[number] for number in examples or sorted(parts))
+    by_example: dict[int, Comparison] = {}
+    compare_each(by_example.__setitem__, model, prompts, *paths, examples=examples, **settings)
+    return Comparison.joined(by_example[number] for number in examples or sorted(by_example))
 
 
 def compare_each(
@@ -148,7 +148,7 @@ def compare_each(
     prompts: Any,
     *paths: str | ExecutionPath,
     examples: Sequence[int] | None = None,
-    lanes: tuple[Callable[..., Any], Callable[..., Any]] = (Runner, Runner),
+    decoders: tuple[Callable[..., Any], Callable[..., Any]] = (Runner, Runner),
     **settings: Any,
 ) -> None:
     """Compares two paths and passes each prompt's comparison to ``keep`` once its batch is done, so
@@ -161,8 +161,8 @@ def compare_each(
         paths: The leading path and the one it is compared with.
         examples: The number of each prompt in the tables and for the random numbers, where these
             prompts are some of a longer list (a resumed or sharded run; default: 0, 1, 2, ...).
-        lanes: The class that advances each path, called as :class:`kvinterp.paths.Runner` is. Of
-            another class no site can be compared.
+        decoders: The class that advances each path, called as :class:`kvinterp.paths.Runner` is.
+            Under another class no site can be compared.
         settings: As for :func:`compare`; but no site is compared and no progress is shown unless
             they say so.
     """
@@ -170,25 +170,8 @@ def compare_each(
         raise InputError(
             "no prompts were given: expected a text, a Prompt, token ids or a list of them; give some."
         )
-    settings = {"record": "", "progress": "none", **settings}
-    asked = inspect.signature(compare).bind(model, prompts, *paths, **settings)
-    asked.apply_defaults()
-    how: Any = SimpleNamespace(**asked.arguments)
-    adapter, both = wrap(model), (path_named(how.a), path_named(how.b))
-    check_choice("protocol", how.protocol, words.Protocol)
-    check_choice("stop", how.stop, words.Stop)
-    check_choice("progress", how.progress, words.Progress)
-    check_choice("cache_errors", how.cache_errors, words.CacheErrors)
-    check_seed(how.seed)
-    items, _ = listed(prompts, adapter.tokenizer)
-    if how.continuation is not None and (len(items) != 1 or how.protocol != "matched"):
-        raise InputError(
-            "continuation feeds one prompt in the matched protocol: give one prompt, or leave it out."
-        )
-    how.continuation = checked_continuation(how.continuation, len(items), adapter)
-    how.strategy = strategy_named(how.strategy)
-    # A list, because it is read more than once.
-    layers: Any = None if how.layers is None else chosen_layers(adapter, how.layers)
+    how = _read_arguments(model, prompts, *paths, **{"record": "", "progress": "none", **settings})
+    adapter, items, both, layers = how.model, how.prompts, (how.a, how.b), how.layers
     numbers = list(range(len(items)) if examples is None else examples)
     tokens = [encode(adapter, item, how.max_new_tokens) for item in items]
     named_prompts = [item if isinstance(item, Prompt) else Prompt(str(number), item if isinstance(item, str) else "")
@@ -206,11 +189,11 @@ def compare_each(
             if hook_points
             else chosen_layers(adapter, layers)
         )
-        if sites and lanes != (Runner, Runner):
+        if sites and decoders != (Runner, Runner):
             raise InputError(
-                f"lanes of their own were given, which show no site, with record={how.record!r}: pass record=''."
+                f"decoders of their own were given, which show no site, with record={how.record!r}: pass record=''."
             )
-        pair = _Pair(adapter, both, how, hook_points, layers, lanes, compressed)
+        pair = _Pair(adapter, both, how, hook_points, layers, decoders, compressed)
         with counting(len(tokens), "comparing", "prompt", how.progress) as bar:
 
             def work(batch: Sequence[int]) -> list[None]:
@@ -235,6 +218,32 @@ def compare_each(
             in_batches(adapter, both, tokens, how.max_new_tokens, how.batch_size, work)
 
 
+def _read_arguments(*arguments: Any, **settings: Any) -> Any:
+    """The arguments of :func:`compare` by their names, defaults among them: checked, and read from
+    the forms that a user gives. ``model`` is an adapter, ``prompts`` a list, ``a`` and ``b`` are
+    paths.
+    """
+    bound = inspect.signature(compare).bind(*arguments, **settings)
+    bound.apply_defaults()
+    how = SimpleNamespace(**bound.arguments)
+    how.model, how.a, how.b = wrap(how.model), path_named(how.a), path_named(how.b)
+    check_choice("protocol", how.protocol, words.Protocol)
+    check_choice("stop", how.stop, words.Stop)
+    check_choice("progress", how.progress, words.Progress)
+    check_choice("cache_errors", how.cache_errors, words.CacheErrors)
+    check_seed(how.seed)
+    how.prompts, _ = listed(how.prompts, how.model.tokenizer)
+    if how.continuation is not None and (len(how.prompts) != 1 or how.protocol != "matched"):
+        raise InputError(
+            "continuation feeds one prompt in the matched protocol: give one prompt, or leave it out."
+        )
+    how.continuation = checked_continuation(how.continuation, len(how.prompts), how.model)
+    how.strategy = strategy_named(how.strategy)
+    # A list, because it is read more than once.
+    how.layers = None if how.layers is None else chosen_layers(how.model, how.layers)
+    return how
+
+
 CONTEXT = 4096
 """The positions for which it is said what a cache takes: a context that models are used with,
 whatever the prompts here.
@@ -247,24 +256,34 @@ themselves among more rows and before more text. It takes two forwards a prompt.
 
 @dataclasses.dataclass
 class _Pair:
-    """Two paths of one model, and the settings they are compared under."""
+    """Two paths of one model, and the settings they are compared under.
+
+    Attributes:
+        adapter: The model.
+        paths: The paths, of which the first leads in the matched protocol.
+        how: The settings, by the names of :func:`compare`.
+        hook_points: The sites and layers that are compared.
+        layers: The layers of the tables.
+        decoders: The class that advances each path.
+        compressed: See :func:`_compressed`.
+        prompt_differs: What of the difference is in the prompt's forward already; None until a batch
+            whose step 0 differs.
+    """
 
     adapter: Adapter
     paths: tuple[ExecutionPath, ExecutionPath]
     how: Any
-    """The settings, by the names of :func:`compare`."""
     hook_points: Sequence[HookPoint]
     layers: Sequence[int]
-    lanes: tuple[Callable[..., Any], Callable[..., Any]]
+    decoders: tuple[Callable[..., Any], Callable[..., Any]]
     compressed: dict[str, str] = dataclasses.field(default_factory=dict)
     prompt_differs: PromptDifference | None = None
 
     def __post_init__(self) -> None:
         self.targets = [self.adapter.at(dtype_named(path.dtype)) for path in self.paths]
         for target in self.targets:
-            _NewestRows(
-                target, self.hook_points
-            )  # Raises what a model cannot give, before anything runs.
+            # Raises what a model cannot give, before anything runs.
+            _NewestRows(target, self.hook_points)
         sides = dict(zip("ab", self.paths, strict=True))
         self.provenance = provenance(
             self.adapter,
@@ -325,8 +344,8 @@ class _Pair:
         collected, probabilities, unequal = Collected(), list[Tensor](), list[int]()
         flipped = torch.zeros(len(prompts), dtype=torch.bool, device=prompt.device)
         runners = [
-            lane(self.adapter, path, prompt, length, [hook])
-            for lane, path, hook in zip(self.lanes, self.paths, newest, strict=True)
+            decoder(self.adapter, path, prompt, length, [hook])
+            for decoder, path, hook in zip(self.decoders, self.paths, newest, strict=True)
         ]
         with runners[0], runners[1]:
             for step in lockstep(
@@ -459,10 +478,10 @@ class _NewestRows(SiteHook):
 def _compressed(
     adapter: Adapter, paths: Sequence[ExecutionPath], prompt: Sequence[int], steps: int
 ) -> dict[str, str]:
-    """What is said of each side whose cache is its user's own and drops rows: whether positions are
-    counted from those left.
+    """A sentence for each side whose cache is its user's own and drops rows: whether the model counts
+    positions from the rows that are left.
     """
-    said = dict[str, str]()
+    sentences = dict[str, str]()
     for side, path in zip("ab", paths, strict=True):
         if path.form != "cached" or not isinstance(path.cache, MadeBy | Named) or not adapter.plain:
             continue
@@ -473,8 +492,8 @@ def _compressed(
         )
         make: Any = functools.partial(path.cache.make, target.config, length)
         if (found := counted(target, make, tokens)) is not None:
-            said[side] = found.said
-    return said
+            sentences[side] = found.said
+    return sentences
 
 
 def _sites_to_compare(

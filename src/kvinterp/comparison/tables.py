@@ -155,7 +155,7 @@ class Differences:
             logits: ``[batch, vocab]`` of both paths.
             tensors: For each path its tensors at the newest position by site, with a batch
                 dimension; if rows of the cache were evicted, also the positions of the rest, as
-                site ``ROWS``.
+                site ``CACHE_POSITIONS``.
             marks: For each row 1 after its flip, 0 before it, -1 where its text has ended; stays on
                 its device. Sums over K and V, and the rows of attention, are told apart by them now;
                 the other tables get ``after_flip``, and lose what comes behind a text's end, in

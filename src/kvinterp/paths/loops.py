@@ -1,7 +1,9 @@
 """The two loops side by side, and what runs one of them: hooks attached once, one call a step.
 
-The loops are twins: same signature, same yields. Each yields the newest position's logits and is
-sent the next token; step 0 is the token that the prefill decides.
+The loops are twins: same signature, same yields. Each yields the newest position's logits,
+``[batch, vocab]``, and is sent the next token of each sequence; step 0 is the token that the prefill
+decides. Before a forward from position 0 they call ``begin``. ``stores`` makes the store of the pass
+that follows, which calls ``hooks`` with what attention is about to read.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ Begin = Callable[[], None]
 def cached_loop(
     adapter: Adapter,
     path: ExecutionPath,
-    prompt: Tensor,
+    prompt: Int[Tensor, "batch position"],
     max_new_tokens: int,
     stores: Stores,
-    hears: Sequence[PathHook],
+    hooks: Sequence[PathHook],
     begin: Begin,
 ) -> Loop:
     """Prefills the prompt once, then feeds one token a step against the cache; a refresh prefills
@@ -55,7 +57,7 @@ def cached_loop(
     while True:
         begin()
         store = stores(
-            adapter, path, tokens.shape[0], tokens.shape[1], max_new_tokens - begun, hears
+            adapter, path, tokens.shape[0], tokens.shape[1], max_new_tokens - begun, hooks
         )
         logits = _forward(adapter, tokens, store, path.chunk)
         steps = itertools.count(1) if path.refresh is None else range(1, path.refresh)
@@ -72,10 +74,10 @@ def cached_loop(
 def recompute_loop(
     adapter: Adapter,
     path: ExecutionPath,
-    prompt: Tensor,
+    prompt: Int[Tensor, "batch position"],
     max_new_tokens: int,
     stores: Stores,
-    hears: Sequence[PathHook],
+    hooks: Sequence[PathHook],
     begin: Begin,
 ) -> Loop:
     """Feeds the whole prefix at every step; nothing is carried from one step to the next but the
@@ -86,7 +88,7 @@ def recompute_loop(
         begin()
         # None where nobody reads K and V; one that keeps nothing where somebody does; in a pass in
         # pieces one that keeps them from piece to piece.
-        store = uncached(adapter, path, tokens, stores, hears, store)
+        store = uncached(adapter, path, tokens, stores, hooks, store)
         logits = _forward(adapter, tokens, store, path.chunk)
         token = yield logits[:, -1]
         tokens = torch.cat([tokens, token[:, None]], 1)
@@ -118,56 +120,59 @@ class Runner:
         self.adapter = adapter.at(dtype_named(path.dtype))
         self.path, self.hooks = path, hooks
         self.step, self._device = -1, self.adapter.device
-        self.cache = "none"
-        cached = path.form == "cached"
-        if cached or path.chunk is not None:
-            # Whatever is to be found out about this model's cache is found out here, before
-            # anything is heard.
-            begun = (
-                range(0, max_new_tokens, path.refresh)
-                if cached and path.refresh and max_new_tokens
-                else (0,)
-            )
-            shapes = [
-                (len(prompt), prompt.shape[1] + step, max_new_tokens - step if cached else 0)
-                for step in begun
-            ]
-            stores = [path_store(self.adapter, path, *shape, ()) for shape in shapes]
-            self.cache = "; ".join(dict.fromkeys(store.name for store in stores))
+        # Whatever is to be found out about this model's cache is found out here, before any hook is
+        # attached.
+        self.cache = self._names_of_caches(prompt, max_new_tokens)
         self._read_check = self._rows_to_ask(prompt)
         self._store: Store | None = None
-        # Without a memory a forward reads the keys it made and no others.
-        on_store = cached or path.chunk is not None
-        attended = {
-            hook_point
-            for hook in hooks
-            for hook_point in hook.listeners
-            if on_store and hook_point[0] in ATTENDED_SITES
-        }
+        listeners, hooks = self._listeners(hooks)
         self._beside: Runner | None = None
         if path.smooth is not None:
             path = self._smoothed(path, prompt, max_new_tokens)
-        listeners = [hook.listeners for hook in hooks]
-        hears = tuple(hooks)
-        if attended:
-            columns = _FilledColumns()
-            listeners = [columns.cut(heard, attended) for heard in listeners]
-            hears = columns, *hooks
         if path.policy.sites:
-            listeners.insert(
-                0, policy_listeners(path.policy, self.adapter.facts.layers, lambda: self._store)
-            )
+            layers = self.adapter.facts.layers
+            listeners.insert(0, policy_listeners(path.policy, layers, lambda: self._store))
         self._forwards = HookedForwards(self.adapter, path.kernels.mode(self.adapter), listeners)
-        loop = cached_loop if cached else recompute_loop
+        loop = cached_loop if path.form == "cached" else recompute_loop
+        tokens = prompt.to(self._device)
         self._loop = loop(
-            self.adapter,
-            path,
-            prompt.to(self._device),
-            max_new_tokens,
-            self._stores,
-            hears,
-            self._begin,
+            self.adapter, path, tokens, max_new_tokens, self._stores, hooks, self._begin
         )
+
+    def _names_of_caches(self, prompt: Tensor, max_new_tokens: int) -> str:
+        """The names of the caches that the passes will have, each once; ``"none"`` where none keeps
+        anything.
+
+        Each is made here and thrown away: what cannot be made is refused before anything runs.
+        """
+        path, cached = self.path, self.path.form == "cached"
+        if not cached and path.chunk is None:
+            return "none"
+        refreshed = cached and path.refresh and max_new_tokens
+        first_steps = range(0, max_new_tokens, path.refresh or 1) if refreshed else (0,)
+        batch, length = prompt.shape
+        names = [
+            path_store(
+                self.adapter, path, batch, length + step, max_new_tokens - step if cached else 0, ()
+            ).name
+            for step in first_steps
+        ]
+        return "; ".join(dict.fromkeys(names))
+
+    def _listeners(
+        self, hooks: Sequence[PathHook]
+    ) -> tuple[list[Mapping[HookPoint, Listener]], Sequence[PathHook]]:
+        """The listeners of the hooks, and the hooks that are called with every read.
+
+        Those of a site with a column a key get the columns of the keys there are. Without a memory a
+        forward reads the keys it made and no others, so that nothing is cut.
+        """
+        listeners = [hook.listeners for hook in hooks]
+        attended = {point for heard in listeners for point in heard if point[0] in ATTENDED_SITES}
+        if not attended or (self.path.form != "cached" and self.path.chunk is None):
+            return listeners, hooks
+        columns = _FilledColumns()
+        return [columns.cut(heard, attended) for heard in listeners], (columns, *hooks)
 
     def __enter__(self) -> Runner:
         with contextlib.ExitStack() as stack:
@@ -215,8 +220,8 @@ class Runner:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """Hears what attention reads in the prompt and in the first step after it, and warns where
-        that is not the cache.
+        """Around the forwards of the prompt and of the first step after it: listens to what attention
+        reads, and warns where that is not the cache.
         """
         rows = self._read_check if self.step < 2 else None
         if rows is None:
@@ -231,8 +236,8 @@ class Runner:
 
     @contextlib.contextmanager
     def _on_given_cache(self) -> Iterator[None]:
-        """What is raised in a forward on a cache that is not the model's own, which may be
-        anybody's, is said in a sentence.
+        """Around a forward: what it raises on a cache that is not the model's own becomes an error
+        that names the step and the cache.
         """
         try:
             yield
@@ -271,7 +276,7 @@ class Runner:
         max_new_tokens: int,
         hooks: Sequence[PathHook],
     ) -> Store:
-        """Makes the store of a pass, whose policy then sees what it asked for."""
+        """Makes the store of a pass, and keeps it for the listeners of the policy's sites."""
         self._store = path_store(adapter, path, batch, length, max_new_tokens, hooks)
         return self._store
 
@@ -281,23 +286,21 @@ class Runner:
 
 
 class _FilledColumns(PathHook):
-    """Cuts scores and patterns to the keys there are: against a static cache their rows go on over
-    its empty room.
+    """Cuts scores and patterns to the keys there are: against a static cache their rows have a column
+    for every slot, the empty ones too.
     """
 
     def __init__(self) -> None:
         self._keys: dict[int, int] = {}
 
     def on_read(self, cache_rows: CacheRows, keys: Tensor, values: Tensor) -> None:
-        """Hears how many keys attention is about to read."""
+        """Notes how many keys attention is about to read."""
         self._keys[cache_rows.layer] = keys.shape[2]
 
     def cut(
         self, listeners: Mapping[HookPoint, Listener], attended: Collection[HookPoint]
     ) -> dict[HookPoint, Listener]:
-        """The listeners, of which those of the attended sites, with a column a key, are told of the
-        filled ones only.
-        """
+        """The same listeners; those at the attended hook points get the filled columns only."""
         return {
             hook_point: self._cut(hook_point[1], hear) if hook_point in attended else hear
             for hook_point, hear in listeners.items()

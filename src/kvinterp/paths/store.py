@@ -2,16 +2,18 @@
 attention reads comes out of it.
 
 The memory is the model's own cache, a preallocated one that grows in place, or none. All take the
-policy, and all tell their watchers what attention is about to read, so that a recorder or a patch
-sees the cached and the recompute path through one door.
+policy, and all call their listeners with what attention is about to read, so that a recorder or a
+patch gets the keys and values of the cached and of the recompute path in the same call.
+:meth:`Store.update` is that call, once a layer and forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -54,8 +56,8 @@ class Growing(OwnCache):
         *_: Any,
         **__: Any,
     ) -> KeysValues:
-        """Appends; the first tensors are handed on as they are, and read as a forward without a
-        cache reads them.
+        """Appends; the very first tensors are returned themselves, so that a prefill reads what a
+        forward without a cache reads. What a library's cache is given besides is not needed here.
         """
         begun = self._counts.get(layer, 0)
         if layer not in self._buffers:
@@ -76,7 +78,7 @@ class Growing(OwnCache):
         return self._between(layer, stop - handed[0].shape[2], stop)
 
     def take(self, layer: int, rows: Tensor) -> None:
-        """Moves them to the front."""
+        """Moves the rows that are left to the front."""
         left = self._counts[layer] = rows.shape[2]
         for buffer in self._buffers[layer]:
             buffer[:, :, :left] = gather_rows(buffer, rows)
@@ -93,12 +95,11 @@ class Growing(OwnCache):
 
 
 class Store:
-    """One pass from position 0: a policy in motion, a memory, and who is told of what attention
-    reads.
+    """The store of one pass from position 0: the policy's running copy, a memory, and the listeners.
 
-    What the model's own cache hands to attention is handed on as it is, so that its bits are
-    production's; the store steps in only where a policy, the cache's dtype or a patch makes it
-    something else.
+    What the model's own cache returns is passed to attention as it is, so that the bits are those of
+    the model in production; the store changes it only where a policy, the cache's dtype or a patch
+    does.
 
     Args:
         facts: The model's facts.
@@ -111,7 +112,7 @@ class Store:
         cache_dtype: Dtype that is kept, if another than the keys and values come in.
         prefill: Positions in whose forwards attention reads keys and values as they were computed;
             0 where it always reads what is kept.
-        prompt: Positions of the prompt, as policies are told them; 0 where they are not known.
+        prompt: Positions of the prompt, for :attr:`CacheRows.prompt`; 0 where they are not known.
     """
 
     keeps = True
@@ -130,7 +131,7 @@ class Store:
         prompt: int = 0,
     ) -> None:
         self.facts, self.policy, self.listeners = facts, policy.start(facts), listeners
-        self._given = policy
+        self._named = policy
         self.memory: OwnCache = memory or OwnCache()
         self.library_cache = None if self.memory.model_cache is None else self.memory
         self.name = self.memory.name
@@ -141,21 +142,21 @@ class Store:
         )
         self._lengths: dict[int, int] = {}
         self._computed: dict[int, KeysValues] = {}
-        # By layer: which rows of K, and of V, a watcher put there, each [batch, kv_head, row].
+        # By layer: which rows of K, and of V, a listener put there, each [batch, kv_head, row].
         self._patched: dict[int, list[Tensor]] = {}
         # By layer: the absolute positions of the rows left, [batch, kv_head, row], and their least.
         self._positions: dict[int, Tensor] = {}
         self._starts: dict[int, int] = {}
         self._rows_of_layer: dict[int, CacheRows] = {}
         if self.policy.evicts and not policy.evicts:
-            # Masks, positions and every refusal rest on the policy's own word.
+            # Masks, positions and refusals follow from what the policy says of itself before it runs.
             raise InputError(
                 f"policy {policy} starts as one that lets go of rows, and does not say so: give the policy evicts = True."
             )
         if policy.evicts:
             self.memory.let_go(f"policy {policy}")
         # Without a policy and a narrower cache rows are kept as they come: update() then only
-        # appends, and tells the listeners.
+        # appends, and calls the listeners.
         self._unchanged = cache_dtype is None and not self.policy.acts
         self.memory.connect(self.update)
 
@@ -164,7 +165,7 @@ class Store:
         return self._lengths.get(layer, 0)
 
     def keys_values(self, layer: int) -> KeysValues:
-        """What the memory holds of them."""
+        """K and V of a layer as the memory holds them, ``[batch, kv_head, row, head_dim]``."""
         pair = self.memory.keys_values(layer) if layer in self._lengths else None
         return (self._empty, self._empty) if pair is None else pair
 
@@ -181,42 +182,25 @@ class Store:
 
         In the prefill that is what was computed, whatever is kept of it, as with transformers'
         quantised caches: step 0 is then the same computation on both paths.
+
+        Args:
+            layer: The block.
+            keys: Of the new positions, ``[batch, kv_head, new, head_dim]``.
+            values: The same of V.
+            window: How many positions attention sees, where a sliding window limits them.
+            more, named: What a model gives its own cache besides; handed on.
+
+        Returns:
+            K and V of all rows, ``[batch, kv_head, row, head_dim]``.
         """
-        begun, new, written = self.length(layer), (keys, values), (keys, values)
+        begun, new = self.length(layer), (keys, values)
         stop = self._lengths[layer] = begun + keys.shape[2]
-        if not self._unchanged:
-            cache_rows = CacheRows(
-                layer, begun, stop, self.facts.cached_keys_rotated, prompt=self.prompt
-            )
-            written = self.policy.write(keys, values, cache_rows)
-            if self.cache_dtype is not None:
-                written = written[0].to(self.cache_dtype), written[1].to(self.cache_dtype)
+        written = new if self._unchanged else self._through_write(layer, new, begun)
         handed = self.memory.append(layer, *written, window, *more, **named)
         read = handed[0].to(keys.dtype), handed[1].to(keys.dtype)
         if self._unchanged and not self.listeners:
             return read
-        if self.policy.evicts:
-            new_positions = torch.arange(begun, stop, device=keys.device)
-            new_positions = new_positions.expand(*handed[0].shape[:2], -1)
-            self._positions[layer] = (
-                torch.cat([self._positions[layer], new_positions], 2)
-                if layer in self._positions
-                else new_positions
-            )
-            self._starts.setdefault(layer, begun)
-        cache_rows = self._rows_of_layer[layer] = self._cache_rows(
-            layer, stop, min(stop, handed[0].shape[2])
-        )
-        # A static cache hands over all its room, of which the last slots may be empty.
-        filled = (
-            stop - cache_rows.start
-            if cache_rows.positions_left is None
-            else cache_rows.positions_left.shape[2]
-        )
-        if layer in self._patched:
-            self._patched[layer] = [
-                pad(marks, (0, keys.shape[2]))[..., -filled:] for marks in self._patched[layer]
-            ]
+        cache_rows, filled = self._note_rows(layer, begun, stop, handed[0])
         exact = begun < self.prefill
         if exact and not self._unchanged:
             read = self._as_computed(layer, new, written, handed, filled)
@@ -225,20 +209,59 @@ class Store:
         changed = (
             filled_read
             if exact or self._unchanged
-            else self._through_policy(layer, filled_read, cache_rows)
+            else self._through_read(layer, filled_read, cache_rows)
         )
         for listener in self.listeners:
-            heard = listener(cache_rows, *changed)
-            if heard is not None:
-                self._write_patch(layer, changed, heard, handed)
-                changed = heard
-        if stop < self.prefill and (
-            layer in self._computed or any(a is not b for a, b in zip(new, written, strict=True))
-        ):
+            replaced = listener(cache_rows, *changed)
+            if replaced is not None:
+                self._write_patch(layer, changed, replaced, handed)
+                changed = replaced
+        # The next piece of the prompt reads this one as it was computed, though the cache keeps it
+        # otherwise.
+        kept_otherwise = any(a is not b for a, b in zip(new, written, strict=True))
+        if stop < self.prefill and (layer in self._computed or kept_otherwise):
             self._computed[layer] = changed
         else:
             self._computed.pop(layer, None)
         return _put_back(read, filled_read, changed, filled)
+
+    def _through_write(self, layer: int, new: Pair, begun: int) -> Pair:
+        """What the cache keeps of new keys and values: what the policy writes, in the cache's
+        dtype.
+        """
+        stop = begun + new[0].shape[2]
+        rotated = self.facts.cached_keys_rotated
+        cache_rows = CacheRows(layer, begun, stop, rotated, prompt=self.prompt)
+        keys, values = self.policy.write(*new, cache_rows)
+        if self.cache_dtype is None:
+            return keys, values
+        return keys.to(self.cache_dtype), values.to(self.cache_dtype)
+
+    def _note_rows(
+        self, layer: int, begun: int, stop: int, handed: Tensor
+    ) -> tuple[CacheRows, int]:
+        """Notes the positions of the new rows; returns which rows the memory now holds, and how many.
+
+        Args:
+            layer: The block.
+            begun, stop: Absolute positions of the first new row, and one past the last.
+            handed: The keys that the memory hands over, ``[batch, kv_head, slot, head_dim]``: of a
+                static cache all slots, of which the last may be empty.
+        """
+        if self.policy.evicts:
+            new = torch.arange(begun, stop, device=handed.device).expand(*handed.shape[:2], -1)
+            earlier = self._positions.get(layer)
+            self._positions[layer] = new if earlier is None else torch.cat([earlier, new], 2)
+            self._starts.setdefault(layer, begun)
+        cache_rows = self._cache_rows(layer, stop, min(stop, handed.shape[2]))
+        self._rows_of_layer[layer] = cache_rows
+        left = cache_rows.positions_left
+        filled = stop - cache_rows.start if left is None else left.shape[2]
+        if layer in self._patched:
+            self._patched[layer] = [
+                pad(marks, (0, stop - begun))[..., -filled:] for marks in self._patched[layer]
+            ]
+        return cache_rows, filled
 
     def hear(self, site: str, layer: int, tensor: Tensor) -> None:
         """Shows the policy a site of the forward that runs."""
@@ -257,57 +280,66 @@ class Store:
             UnsupportedError: Layers would be left with different numbers of rows, for which a model
                 makes one mask.
         """
-        if not self.policy.evicts or any(
-            length < self.prefill for length in self._lengths.values()
-        ):
+        in_prefill = any(length < self.prefill for length in self._lengths.values())
+        if not self.policy.evicts or in_prefill:
             return
-        evictions: list[Any] = []
+        chosen: dict[int, Tensor] = {}
         for layer in self._lengths:
-            keys, values = self.keys_values(layer)
-            last = keys.shape[2] - 1
-            kept = self.policy.keep(
-                keys, values, self._cache_rows(layer, self.length(layer), last + 1)
-            )
-            if kept is not None:
-                rows = kept.to(keys.device).expand(*keys.shape[:2], -1).sort(-1).values
-                # The newest row stands behind them, so that there is a least position where a
-                # policy names no row at all.
-                inside = pad(rows.clamp(0, last), (0, 1), value=last)
-                right = (
-                    (rows == inside[..., :-1]).all() & (rows.diff() != 0).all() & bool(rows.numel())
-                )
-                evictions.append(
-                    (
-                        layer,
-                        rows,
-                        torch.stack([right, self._positions[layer].gather(2, inside).min()]),
-                    )
-                )
-        # Read at once, because each read waits for the device.
-        numbers = (
-            torch.stack([pair.to(evictions[0][2].device) for *_, pair in evictions]).tolist()
-            if evictions
-            else ()
-        )
-        for (layer, rows, _), (right, start) in zip(evictions, numbers, strict=True):
-            if not right:
-                raise InputError(
-                    f"policy {self._given} names rows of layer {layer} that are not there, or one twice, or none: expected some "
-                    f"of 0 to {self._positions[layer].shape[2] - 1}, each once."
-                )
+            if (rows := self._rows_to_keep(layer)) is not None:
+                chosen[layer] = rows
+        starts = self._least_positions(chosen)
+        for layer, rows in chosen.items():
             self.memory.take(layer, rows)
-            self._positions[layer], self._starts[layer] = (
-                self._positions[layer].gather(2, rows),
-                start,
-            )
+            self._positions[layer] = self._positions[layer].gather(2, rows)
+            self._starts[layer] = starts[layer]
             if layer in self._patched:
                 self._patched[layer] = [marks.gather(2, rows) for marks in self._patched[layer]]
         left = {positions.shape[2] for positions in self._positions.values()}
         if len(left) > 1:
             raise UnsupportedError(
-                f"policy {self._given} keeps {min(left)} rows in one layer and {max(left)} in another, and a model has one mask "
+                f"policy {self._named} keeps {min(left)} rows in one layer and {max(left)} in another, and a model has one mask "
                 "for all its layers: keep as many in each."
             )
+
+    def _rows_to_keep(self, layer: int) -> Int[Tensor, "batch kv_head kept"] | None:
+        """The rows of a layer that the policy keeps, from the oldest to the newest; None for all."""
+        keys, values = self.keys_values(layer)
+        cache_rows = self._cache_rows(layer, self.length(layer), keys.shape[2])
+        kept = self.policy.keep(keys, values, cache_rows)
+        if kept is None:
+            return None
+        return kept.to(keys.device).expand(*keys.shape[:2], -1).sort(-1).values
+
+    def _least_positions(self, chosen: Mapping[int, Tensor]) -> dict[int, int]:
+        """The least absolute position among the rows chosen in each layer.
+
+        Raises:
+            InputError: Rows were chosen that are not there, or one twice, or none.
+        """
+        answers = []
+        for layer, rows in chosen.items():
+            positions = self._positions[layer]
+            last = positions.shape[2] - 1
+            # The newest row stands behind them, so that there is a least position where a policy
+            # names no row at all.
+            inside = pad(rows.clamp(0, last), (0, 1), value=last)
+            right = (rows == inside[..., :-1]).all() & (rows.diff() != 0).all() & bool(rows.numel())
+            answers.append(torch.stack([right, positions.gather(2, inside).min()]))
+        # Read at once, because each read waits for the device.
+        numbers = (
+            torch.stack([pair.to(answers[0].device) for pair in answers]).tolist()
+            if answers
+            else ()
+        )
+        starts = {}
+        for layer, (right, start) in zip(chosen, numbers, strict=True):
+            if not right:
+                raise InputError(
+                    f"policy {self._named} names rows of layer {layer} that are not there, or one twice, or none: expected some "
+                    f"of 0 to {self._positions[layer].shape[2] - 1}, each once."
+                )
+            starts[layer] = start
+        return starts
 
     def _cache_rows(self, layer: int, stop: int, filled: int) -> CacheRows:
         rotated, positions = self.facts.cached_keys_rotated, self._positions.get(layer)
@@ -356,9 +388,9 @@ class Store:
             )
         return result[0], result[1]
 
-    def _through_policy(self, layer: int, held_pair: Pair, cache_rows: CacheRows) -> Pair:
-        """What the policy reads of what is held; a row that a watcher put there is read as it was
-        put.
+    def _through_read(self, layer: int, held_pair: Pair, cache_rows: CacheRows) -> Pair:
+        """What the policy reads of what is held; a row that a listener put there is read as it was
+        put there.
         """
         keys, values = self.policy.read(*held_pair, cache_rows)
         if layer not in self._patched:
@@ -370,8 +402,8 @@ class Store:
         return keys, values
 
     def _write_patch(self, layer: int, before: Pair, after: Pair, handed: Pair) -> None:
-        """Keeps the rows that a watcher put in place of others: a patched cache stays patched. All
-        others stay as they are.
+        """Writes the rows that a listener changed into the memory, so that a patched cache stays
+        patched. All other rows stay as they are.
         """
         memory = self.memory.memory_of(layer, handed)
         if memory is None:
@@ -393,22 +425,22 @@ class Store:
             rows.copy_(torch.where(changed[..., None], now.to(rows.dtype), rows))
             marks.append(changed)
         if self.policy.reads:
-            # Read as it was put: the policy has no say over what a patch moved.
+            # Later reads give these rows as the patch put them, without the policy.
             earlier = self._patched.get(layer, [torch.zeros_like(mark) for mark in marks])
             self._patched[layer] = [mark | old for mark, old in zip(marks, earlier, strict=True)]
 
 
 class PassThrough(Store):
-    """No cache: attention reads the very tensors this forward made, heard where they are handed to
-    it.
+    """The store of a pass without a cache: attention reads the very tensors that this forward made,
+    and the listeners are called where they are passed to it.
     """
 
     keeps = False
 
     @property
     def used(self) -> bool:
-        """Whether the model has read through it, so that another pass may: nothing of one pass is
-        left for the next.
+        """Whether the model has read through it. Nothing of one pass is left in it, so that without a
+        policy, which may keep state, the next pass takes it again.
         """
         return bool(self._lengths)
 
@@ -445,8 +477,8 @@ def policy_listeners(
 
 
 def _put_back(read: Pair, seen: Pair, changed: Pair, filled: int) -> Pair:
-    """What attention reads, given what was seen of it and what became of that; the very tensors
-    where nothing did.
+    """What attention reads: what the memory returned, with its filled rows replaced where they were
+    changed; the very same tensors where they were not.
     """
     if changed is seen:
         return read
@@ -457,8 +489,8 @@ def _put_back(read: Pair, seen: Pair, changed: Pair, filled: int) -> Pair:
     return keys, values
 
 
-def _with(whole: Tensor, part: Tensor, filled: int) -> Tensor:
-    """A copy of a tensor, laid out in memory as it is, whose first positions are another's."""
+def _with(whole: Tensor, rows: Tensor, filled: int) -> Tensor:
+    """A copy of a tensor, laid out in memory as it is, whose first rows are others."""
     copy = whole.clone()
-    copy[:, :, :filled] = part
+    copy[:, :, :filled] = rows
     return copy

@@ -74,7 +74,8 @@ class Policy:
         forward.
 
         Args:
-            keys: The new keys, ``[batch, kv_head, row, head_dim]``.
+            keys: The new keys, ``[batch, kv_head, row, head_dim]``; ``cache_rows.rotated`` says
+                whether RoPE has turned them.
             values: The new values.
             cache_rows: The layer, and the absolute positions ``start`` to ``stop`` of the new rows.
         """
@@ -82,7 +83,8 @@ class Policy:
 
     def read(self, keys: Tensor, values: Tensor, cache_rows: CacheRows) -> KV:
         """The keys and values that attention reads; called once a layer and forward, but not in a
-        prefill with ``prefill=exact``. On a recompute path the rows are all those of the forward.
+        prefill with ``prefill=exact``. They are not stored: the next read gets the cache's rows
+        again. On a recompute path the rows are all those of the forward.
 
         Args:
             keys: The keys in the cache, ``[batch, kv_head, row, head_dim]``.

@@ -21,7 +21,7 @@ from kvinterp.models.attaching import HookPoint, Listener
 from kvinterp.models.caches import CacheRows, gather_rows
 from kvinterp.models.sites import CACHE_SITES, LAYOUTS
 
-LOGITS: HookPoint = ("logits", -1)  # A Site is a pair: the name of a site, and a layer.
+LOGITS: HookPoint = ("logits", -1)
 """The hook point of the newest position's logits ``[batch, vocab]``, which a hook may replace."""
 
 

@@ -39,7 +39,12 @@ class Trace:
         tokens: The token ids that the path chose, one a step; the prefill decides that of step 0.
         fed: The token ids that the path was fed from step 1 on; ``tokens`` itself unless another
             path led.
-        records: For each site and layer one tensor a recorded step, without the batch dimension.
+        records: For each site and layer one tensor a recorded step, without the batch dimension, on
+            the model's device and in its dtype. With ``positions="newest"`` it is one row:
+            ``[width]`` of a residual site, ``[query_head, key]`` of ``pattern``,
+            ``[kv_head, head_dim]`` of ``cache_k``. With ``"all"`` it has every row of the step's
+            forward: those of the prompt at step 0, then one on a cached path and the whole prefix
+            on a recompute path; of a cache site always all that attention reads.
         steps: The recorded steps.
         logits: ``[step, vocab]``, with ``logits="keep"``.
         ended: ``"length"`` or ``"end of sequence"``.

@@ -80,7 +80,7 @@ def test_where_a_batch_does_not_keep_the_bits_there_is_none(load, case, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize(("site", "over"), [*SWEPT[:1], *SWEPT[2:4]])
 @cases(KINDS)
-def test_lanes_of_the_cached_path_are_rows_of_one_run(load, case, site, over, monkeypatch):
+def test_patches_of_the_cached_path_are_rows_of_one_run(load, case, site, over, monkeypatch):
     """Whatever their layers: none of them can begin later than the others."""
     model, sizes, start = load(case), [], Runner.__init__
 

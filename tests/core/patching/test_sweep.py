@@ -396,7 +396,7 @@ def test_a_sweep_that_cannot_be_is_refused_in_one_sentence(load, fields, said):
 
 @cases([NATIVE])
 def test_the_logit_difference_of_two_answers_is_a_distance(load, case):
-    """TransformerLens's logits_to_logit_diff of what the lanes gave, worked out here from their logits."""
+    """TransformerLens's logits_to_logit_diff of what the runs gave, worked out here from their logits."""
     model, answers = load(case), (7, 11)
     found = swept(model, distance="logit_difference", answers=answers, logits="keep", **SPLIT)
     logits = found.logits[0].double()

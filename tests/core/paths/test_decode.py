@@ -1,4 +1,4 @@
-"""Lanes in step: what each is fed, when a text is over, and what is collected. The lanes here are no models."""
+"""Decoders in step: what each is fed, when a text is over, and what is collected. Those here are no models."""
 
 import pytest
 import torch
@@ -20,33 +20,33 @@ class Counting:
         return torch.nn.functional.one_hot(at, VOCABULARY).double()
 
 
-def test_the_first_lane_leads_all():
-    lanes = [Counting(1), Counting(5)]
-    shown = [(now.number, [t.tolist() for t in now.chosen]) for now in lockstep(lanes, 3)]
+def test_the_first_decoder_leads_all():
+    decoders = [Counting(1), Counting(5)]
+    shown = [(now.number, [t.tolist() for t in now.chosen]) for now in lockstep(decoders, 3)]
     assert shown == [(0, [[1], [5]]), (1, [[2], [6]]), (2, [[3], [7]])]
-    assert [lane.fed for lane in lanes] == [[None, [1], [2]]] * 2
+    assert [decoder.fed for decoder in decoders] == [[None, [1], [2]]] * 2
 
 
 @pytest.mark.parametrize("follows", [(0, 1, 2), (1, 1, 0)])
-def test_each_is_fed_what_the_lane_it_follows_chose(follows):
-    lanes = [Counting(1), Counting(4), Counting(7)]
-    list(lockstep(lanes, 2, follows=follows))
-    assert [lane.fed for lane in lanes] == [[None, [(1, 4, 7)[lane]]] for lane in follows]
+def test_each_is_fed_what_the_decoder_it_follows_chose(follows):
+    decoders = [Counting(1), Counting(4), Counting(7)]
+    list(lockstep(decoders, 2, follows=follows))
+    assert [decoder.fed for decoder in decoders] == [[None, [(1, 4, 7)[leader]]] for leader in follows]
 
 
 def test_what_is_given_comes_before_what_is_chosen():
-    lane = Counting(1, 1)
+    decoder = Counting(1, 1)
     given = fed_to_all([9, 8], 1, 2, torch.device("cpu"))
-    feeds = [now.feeds[0].tolist() for now in lockstep([lane], 4, given=given)]
+    feeds = [now.feeds[0].tolist() for now in lockstep([decoder], 4, given=given)]
     assert feeds == [[9, 9], [8, 8], [3, 3], [4, 4]]
-    assert lane.fed == [None, [9, 9], [8, 8], [3, 3]], "the last is chosen and not fed"
+    assert decoder.fed == [None, [9, 9], [8, 8], [3, 3]], "the last is chosen and not fed"
     assert fed_to_all(None, 1, 2, torch.device("cpu")) == []
 
 
 @pytest.mark.parametrize(("ended_by", "steps"), [(None, 2), ([0], 4), ([1], 2)])
 def test_only_what_is_asked_ends_it(ended_by, steps):
-    lanes = [Counting(1), Counting(3)]
-    ran = list(lockstep(lanes, 9, follows=(0, 1), ends=torch.tensor([4]), ended_by=ended_by))
+    decoders = [Counting(1), Counting(3)]
+    ran = list(lockstep(decoders, 9, follows=(0, 1), ends=torch.tensor([4]), ended_by=ended_by))
     assert len(ran) == steps
 
 

@@ -15,9 +15,11 @@ from support import PROMPT, Case
 PATHS = "cached[kernels={0}]", "recompute[kernels={0}]"
 
 
-def compared(adapter: Any, lanes: Any = (Runner, Runner), kernels: str = "split_k(8,float16)", **how: Any) -> Any:
+def compared(adapter: Any, decoders: Any = (Runner, Runner), kernels: str = "split_k(8,float16)", **how: Any) -> Any:
     settings = {"max_new_tokens": 12, "stop": "length", **how}
-    return compare_examples(adapter, [list(PROMPT)], *(path.format(kernels) for path in PATHS), lanes=lanes, **settings)
+    return compare_examples(
+        adapter, [list(PROMPT)], *(path.format(kernels) for path in PATHS), decoders=decoders, **settings
+    )
 
 
 @pytest.mark.slow
@@ -55,7 +57,7 @@ def test_a_suffix_changes_rounding_and_nothing_else(load: Any) -> None:
     def difference(dtype: str, kernels: str) -> float:
         adapter = load(Case("zoo:gqa2-mini", "native"), dtype)
         path = f"recompute[kernels={kernels}]"
-        how: dict[str, Any] = {"max_new_tokens": 8, "stop": "length", "lanes": (Runner, Suffixed)}
+        how: dict[str, Any] = {"max_new_tokens": 8, "stop": "length", "decoders": (Runner, Suffixed)}
         found = compare_examples(adapter, [list(PROMPT)], path, path, **how)
         return float(found.steps["max_abs_logit"].max())
 

@@ -140,7 +140,7 @@ class Behaviour(OfModels):
             for block in each(blocks, what, "part"):
                 decoder = Memory().decoder if self.batch_size == 1 else Runner
                 options = self.choices("kernels", "max_new_tokens", "stop", "batch_size") | {
-                    "lanes": (decoder, decoder)
+                    "decoders": (decoder, decoder)
                 }
                 for key in keys:
                     turn, seed = map(int, key.split("-")[-2:])
@@ -161,10 +161,13 @@ class Behaviour(OfModels):
         behind the prefix.
         """
         adapter, (a, b) = self.adapter(model), paths_of(self.kernels)
-        paths, lanes = (
+        paths, decoders = (
             ((a, a), (Runner, Runner)) if null == NULLS[0] else ((b, b), (Runner, Suffixed))
         )
-        options = self.choices("max_new_tokens", "stop") | {"lanes": lanes, "strategy": strategy}
+        options = self.choices("max_new_tokens", "stop") | {
+            "decoders": decoders,
+            "strategy": strategy,
+        }
         comparison = compare_examples(adapter, self.prompt_list[: self.controls], *paths, **options)
         steps = comparison.steps
         largest = steps["max_abs_logit"]
@@ -346,7 +349,7 @@ def decodes_of(
         seed: Seeds what is drawn.
         kernels: Those of both paths.
         options: ``max_new_tokens``, ``stop`` and ``batch_size``, as :func:`kvinterp.compare` takes
-            them, and ``lanes``; those of one :class:`kvinterp.paths.decoders.Memory` compute once what
+            them, and ``decoders``; those of one :class:`kvinterp.paths.decoders.Memory` compute once what
             decodes of these prompts share.
 
     Returns:
