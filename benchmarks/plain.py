@@ -1,6 +1,7 @@
 """What kvinterp costs above the plain loops that a user of transformers writes: running, recording, comparing.
 
     python benchmarks/plain.py [--rounds 7] [--models llama-124m zoo:gqa2-mini real:smollm2-135m] [--out benchmarks/results]
+    python benchmarks/plain.py --long [--rounds 3]
 
 A model is a name, or the folder of a checkpoint; one that is not there is left out, with a sentence.
 
@@ -8,13 +9,18 @@ The plain loops decode greedily with the model's own cache, and by recomputing t
 `run` along both paths; `run` with the residual stream of every layer kept; `compare` with the residual stream and K and V of
 every layer, which is held against the two plain loops without any measuring. The logits of all are compared to the bit.
 Every round runs each way once, so that a slow moment of the machine falls on all; ratios are taken within a round, of the
-processor's time (one thread), and their median is reported. Nothing here is a test.
+processor's time (one thread), and their median is reported. `--long` takes texts of 2,048 and 8,192 tokens, the last 16 of them
+generated, each way in a process of its own, and also says how much memory it took. Nothing here is a test.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -24,13 +30,18 @@ from rich.console import Console
 from rich.table import Table
 
 import kvinterp as kv
-from kvinterp.models.provenance import provenance
+from kvinterp.common.source import file_of
+from kvinterp.models.provenance import machine, provenance
 
 STEPS = {"llama-124m": 12}
 """Steps of a decode: 48, but for the models named here, which are large."""
 LARGE = {"run": 1.02, "recorded": 1.05, "compared": 1.10}
 BOUNDS = {"llama-124m": LARGE, "real:smollm2-135m": LARGE}
 ZOO_BOUND = 1.3
+LENGTHS, GENERATED = (2048, 8192), 16
+"""Tokens of long texts, and how many of them are generated."""
+AGAINST = {"run": "plain", "recorded": "plain, recorded", "compared": "plain"}
+"""The plain loop that each way is held against."""
 RECORD = "resid_post,kv"
 
 
@@ -108,6 +119,49 @@ def processor(work):
     return time.process_time() - began
 
 
+def llama_8k():
+    """The zoo's llama64-mini in its shape, with random weights and a context of 8,192."""
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(file_of("kvinterp.models.zoo").parent / "llama64-mini")
+    config.max_position_embeddings = LENGTHS[-1]
+    return LlamaForCausalLM(config).float().eval()
+
+
+def one_long(way, length):
+    """Goes one way over a text of so many tokens: its processor seconds, and the MiB of memory that it added to the process."""
+    adapter = kv.wrap(llama_8k())
+    work = ways(adapter, torch.arange(length - GENERATED)[None] * 7 % adapter.facts.vocabulary, GENERATED)[way]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = processor(work)
+    return {"seconds": seconds, "MiB": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}
+
+
+def long_texts(rounds):
+    """Every way over long texts: seconds over those of the plain loops in the same round, and memory."""
+    table = Table(
+        "length", "way", "times the plain loops: median (least to most)", "MiB more than before: plain loops, this way"
+    )
+    rows = []
+    for length in LENGTHS:
+        made = []
+        for _ in range(rounds):
+            round = {}
+            for way in ("plain", "run", "plain, recorded", "recorded", "compared"):
+                child = [sys.executable, __file__, "--one", way, str(length)]
+                round[way] = json.loads(subprocess.run(child, capture_output=True, text=True, check=True).stdout)
+            made.append(round)
+        for way, base in AGAINST.items():
+            ratios = sorted(round[way]["seconds"] / round[base]["seconds"] for round in made)
+            memory = [statistics.median(round[name]["MiB"] for round in made) for name in (base, way)]
+            rows.append({"length": length, "way": way, "ratios": ratios, "MiB": memory})
+            spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+            table.add_row(f"{length:,}", way, spread, f"{memory[0]:.0f}, {memory[1]:.0f}")
+    Console(width=180).print(table)
+    return rows
+
+
 def model_named(name, dtype):
     """A model by its name, or of a folder."""
     if name == "llama-124m":
@@ -132,8 +186,7 @@ def cost(name, dtype, rounds):
     for number in range(rounds):
         order = list(taken) if number % 2 else list(taken)[::-1]
         seconds.append({way: processor(taken[way]) for way in order})
-    against = {"run": "plain", "recorded": "plain, recorded", "compared": "plain"}
-    ratios = {way: [row[way] / row[base] for row in seconds] for way, base in against.items()}
+    ratios = {way: [row[way] / row[base] for row in seconds] for way, base in AGAINST.items()}
     return {
         "model": name, "dtype": dtype, "steps": steps, "prompt_tokens": tokens.shape[1], "rounds": rounds, "same_bits": same,
         "seconds": {way: statistics.median(row[way] for row in seconds) for way in taken},
@@ -148,8 +201,17 @@ def main():
     parser.add_argument("--models", nargs="+", default=["llama-124m", "zoo:gqa2-mini", "real:smollm2-135m"])
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--long", action="store_true")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.one:
+        print(json.dumps(one_long(given.one[0], int(given.one[1]))))
+        return
+    if given.long:
+        rows = long_texts(given.rounds)
+        keep(given.out, "long", {"cost": rows, "provenance": {**machine(), "rounds": given.rounds}})
+        return
     results = []
     table = Table(
         "model", "dtype", "run", "recorded", "compared", "same bits", title="times the plain loops: median (least to most)"

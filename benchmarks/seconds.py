@@ -1,9 +1,11 @@
-"""What a first answer costs, beside a plain script: `kvinterp compare`, and `assert_cache_consistent` on a tiny Llama.
+"""What a first answer costs, beside a plain script: `kvinterp compare`, `patch` and `attention`, and `assert_cache_consistent`.
 
     python benchmarks/seconds.py [--rounds 3] [--out benchmarks/results]
 
-The plain script imports torch and transformers, loads the zoo's llama-mini in float16 and generates eight tokens for two prompts, with
-and without a cache. Processor seconds of whole processes, imports and all, one thread; every round runs each once. Nothing here is a test.
+The plain scripts import torch and transformers and load the zoo's llama-mini in float16. One generates eight tokens for two prompts, with
+and without a cache; one decodes these from a cache, recomputes each step, and lays the recomputed keys and values of the first layer, the
+first two, ... into a copy of the cache; one takes the attention of one step along both paths and each head's KL. None writes a table or
+a page. Processor seconds of whole processes, imports and all, one thread; every round runs each once. Nothing here is a test.
 """
 
 from __future__ import annotations
@@ -23,14 +25,53 @@ from kept import keep
 from kvinterp.common.source import file_of
 from kvinterp.models.provenance import machine
 
-PLAIN = """
-import sys, torch, transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+LOADED = """
+import copy, sys, torch, transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float16).eval()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+def divergence(a, b):
+    a, b = a.float().log_softmax(-1), b.float().log_softmax(-1)
+    return float((a.exp() * (a - b)).sum(-1))
+"""
+GENERATED = """
 for text in ("1 + 1 =", "12 + 7 ="):
     for use_cache in (True, False):
         model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=8, do_sample=False, use_cache=use_cache)
+"""
+PATCHED = """
+with torch.no_grad():
+    for text in ("1 + 1 =", "12 + 7 ="):
+        row = ids = tokenizer(text, return_tensors="pt").input_ids
+        cache = DynamicCache(config=model.config)
+        for step in range(8):
+            before, rebuilt = copy.deepcopy(cache), DynamicCache(config=model.config)
+            cached = model(row, past_key_values=cache).logits[:, -1]
+            recomputed = model(ids, past_key_values=rebuilt).logits[:, -1]
+            for last in range(model.config.num_hidden_layers if step else 0):
+                mixed = copy.deepcopy(before)
+                for layer in range(last + 1):
+                    mine, other, length = mixed.layers[layer], rebuilt.layers[layer], before.get_seq_length()
+                    mine.keys, mine.values = other.keys[:, :, :length], other.values[:, :, :length]
+                patched = model(row, past_key_values=mixed).logits[:, -1]
+                print(step, last, float((patched - recomputed).norm()), divergence(recomputed, patched))
+            row = recomputed.argmax(-1, keepdim=True)
+            ids = torch.cat([ids, row], 1)
+"""
+ATTENDED = """
+model.set_attn_implementation("eager")
+with torch.no_grad():
+    row = ids = tokenizer("12 + 7 =", return_tensors="pt").input_ids
+    cache = DynamicCache(config=model.config)
+    for step in range(5):
+        cached = model(row, past_key_values=cache, output_attentions=True)
+        row = cached.logits[:, -1].argmax(-1, keepdim=True)
+        whole, ids = ids, torch.cat([ids, row], 1)
+    recomputed = model(whole, output_attentions=True)
+    for layer, (one, other) in enumerate(zip(cached.attentions, recomputed.attentions)):
+        for head in range(one.shape[1]):
+            a, b = one[0, head, -1].float(), other[0, head, -1].float()
+            print(layer, head, float((a * (a / b).log()).nansum()))
 """
 ASSERTED = """
 import json, time, torch, transformers
@@ -66,16 +107,19 @@ def main():
     asked.add_argument("--out", type=Path)
     given = asked.parse_args()
     folder = file_of("kvinterp.models.zoo").parent / "llama-mini"
-    options = ["--prompts", "arithmetic:2", "--max-new-tokens", "8"]
+    two = ["--prompts", "arithmetic:2", "--max-new-tokens", "8"]
+    verbs = {"compare": (GENERATED, two), "patch": (PATCHED, two), "attention": (ATTENDED, ["--prompts", "arithmetic:1"])}
     rounds = []
     for _ in range(given.rounds):
-        plain, _ = processor("-c", PLAIN, str(folder))
-        with tempfile.TemporaryDirectory() as out:
-            compared, _ = processor("-m", "kvinterp", "compare", "zoo:llama-mini", *options, "--out", f"{out}/out")
+        row = {}
+        for verb, (script, options) in verbs.items():
+            plain, _ = processor("-c", LOADED + script, str(folder))
+            with tempfile.TemporaryDirectory() as out:
+                ours, _ = processor("-m", "kvinterp", verb, "zoo:llama-mini", *options, "--out", f"{out}/out")
+            row |= {f"{verb}, plain script": plain, verb: ours, f"{verb} over plain": ours / plain}
         _, said = processor("-c", ASSERTED)
         imports, first, *later = json.loads(said)
-        rounds.append({"plain script": plain, "compare": compared, "compare over plain": compared / plain, "imports of ours": imports,
-                       "assert, first model": first, "assert, later models": max(later)})  # fmt: skip
+        rounds.append(row | {"imports of ours": imports, "assert, first model": first, "assert, later models": max(later)})
         print({name: round(value, 2) for name, value in rounds[-1].items()}, flush=True)
     print("\n| what | processor seconds, median | rounds |\n|---|---|---|")
     for name in rounds[0]:
