@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import kvinterp as kv
 from kvinterp.engines.judge import audit_engine
+from kvinterp.engines.ways import PRECISIONS, logits_of
 from kvinterp.recording.engine_path import EnginePath
 
 CUT, LENGTH = 40, 104
@@ -299,3 +300,32 @@ def test_the_text_before_it_in_the_row_is_named_where_rows_are_packed_without_a_
     found = audit_engine(model, given(texts, rows), "float32")
     assert "packed" in why(found), str(found)
     assert "every second sequence is off" in found.reading.splitlines()[0], str(found)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_products_of_16_bits_are_summed_in_float32_and_rounded_once(model: Any, name: str) -> None:
+    """As accelerators make them, whatever this processor does with 16 bits."""
+    (precision,) = (one for one in PRECISIONS if one.name == name)
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def compare(module: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
+        wide = torch.nn.functional.linear(args[0].float(), module.weight.float())
+        seen.append((output, wide.to(output.dtype)))
+
+    with model.one_call():
+        layers = [each for each in model.at(getattr(torch, name)).model.modules() if isinstance(each, torch.nn.Linear)]
+        for layer in layers:
+            layer.register_forward_hook(compare)
+        logits_of(model, [1, *range(5, 40)], 9, precision)
+    assert len(seen) == len(layers)
+    assert all(got.dtype == getattr(torch, name) and torch.equal(got, want) for got, want in seen)
+
+
+def test_what_is_known_first_is_said_first(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    (ids,) = texts_of(model, 1)
+    row = np.r_[np.nan, planted.prefill(model.model, ids, CUT)[1:]]
+    row[50] -= 3.0
+    with caplog.at_level("INFO", logger="kvinterp"):
+        audit_engine(model, given([ids], [row]), "float32")
+    (said,) = (record.getMessage() for record in caplog.records if "so far" in record.getMessage())
+    assert "at most 3 (sequence 1, position 50)" in said

@@ -9,6 +9,7 @@ two into a word.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -25,10 +26,14 @@ from kvinterp.engines.where import Null, Where, falls_along, find_where
 from kvinterp.errors import InputError
 from kvinterp.recording.engine_path import ROUNDED, EnginePath, positive
 
+log = logging.getLogger("kvinterp")
+
 TRIED = 1024
 """The most tokens on which nulls and causes are tried."""
 LOGITS = 2**25
 """The most logits of them, whatever the vocabulary."""
+LIMITS = ("spread", "own", "null_mean", "null_max", "bit_fewer")
+"""What :meth:`Distance.rounding` measures of a precision."""
 
 
 @dataclasses.dataclass
@@ -91,6 +96,16 @@ class Distance:
         self.truth = truth
         self.sample_from(self.tokens)
         self.gap = np.abs(self.tokens.engine - self.truth)
+        most = int(self.gap.argmax())
+        log.info(
+            "so far: %s log-probs lie %.2g nats from our float64 on average, at most %.2g (sequence %s, position %s); what "
+            "rounding makes of them is measured next.",
+            f"{len(self.gap):,}",
+            self.gap.mean(),
+            self.gap[most],
+            self.tokens.sequence[most] + 1,
+            self.tokens.position[most],
+        )
         within = self.find_precision()
         if not within:
             self.find_tokens()
@@ -274,19 +289,17 @@ class Distance:
                     self.sample.sequence == number for number in np.unique(self.sample.sequence)
                 ]
                 units = [max(float(gaps[0][0][at].mean()), mean, TINY) for at in parts]
-                self.limits[precision.name] = {
-                    "spread": max(
-                        float(gap[at].mean()) / unit
-                        for each in gaps
-                        for gap in each
-                        for at, unit in zip(parts, units, strict=True)
-                    ),
-                    "own": mean,
-                    "null_mean": max(own + others)[0] / max(mean, TINY),
-                    "null_max": max(largest for _, largest in own + others + fewer)
-                    / max(most, TINY),
-                    "bit_fewer": max(own + others + fewer)[0] / max(mean, TINY),
-                }
+                spread = max(
+                    float(gap[at].mean()) / unit
+                    for each in gaps
+                    for gap in each
+                    for at, unit in zip(parts, units, strict=True)
+                )
+                null_mean = max(own + others)[0] / max(mean, TINY)
+                null_max = max(largest for _, largest in own + others + fewer) / max(most, TINY)
+                bit_fewer = max(own + others + fewer)[0] / max(mean, TINY)
+                measured = (spread, mean, null_mean, null_max, bit_fewer)
+                self.limits[precision.name] = dict(zip(LIMITS, measured, strict=True))
         return self.limits[precision.name]
 
     def find_precision(self) -> bool:
@@ -301,29 +314,23 @@ class Distance:
         # What is no rounding of a precision is none of a finer one.
         for precision in PRECISIONS[PRECISIONS.index(asked) :]:
             self.ours.tell(precision.name)
-            limits, own = self.rounding(precision), self.row(precision, self.tokens)
-            if limits is None or own is None:
+            own = self.row(precision, self.tokens)
+            if own is None:
                 continue
             ratio = self.tokens.ratio(self.gap, self.between(own, self.truth), self.seed)
             # What was not declared is stood on only where its differences go with ours: two engines
             # in one precision round the same weights, and often more, alike.
-            effects = [
-                own,
-                *(
-                    self.row(WEIGHTS[name], self.tokens)
-                    for name in (precision.name,)
-                    if name in WEIGHTS
-                ),
-            ]
-            seen = self.tokens.engine - self.truth
-            same = any(alike(seen, each - self.truth) for each in effects if each is not None)
+            same = self._goes_with(precision)
+            # Where that is settled already the nulls wait until they are asked for.
+            limits = self.rounding(precision) if precision is asked or same else None
             lies = (
-                ratio["mean"] <= limits["null_mean"]
+                limits is not None
+                and ratio["mean"] <= limits["null_mean"]
                 and ratio["max"] <= limits["null_max"]
-                and (precision is asked or same)
             )
             words = {"goes_with_ours": "yes" if same else "no", "within": "yes" if lies else "no"}
-            self.table["rungs"].append({"precision": precision.name, **ratio, **limits, **words})
+            row = {"precision": precision.name, **ratio, **(limits or dict.fromkeys(LIMITS))}
+            self.table["rungs"].append(row | words)
             if lies:
                 stands = precision
                 break
@@ -334,6 +341,34 @@ class Distance:
             "none of ours" if stands is None else stands.name, stands is not None and not other
         )
         return stands is not None and not other
+
+    def _goes_with(self, precision: Way) -> bool:
+        """Whether the side's differences to float64 surely go with ours in a precision, or with
+        those of its weights alone.
+        """
+        for way in (precision, WEIGHTS.get(precision.name)):
+            # Some tokens first, which are enough to say no.
+            for tokens, truth in (
+                (self.sample, self.sample_truth),
+                (self.tokens, self.truth),
+            ):
+                row = None if way is None else self.row(way, tokens)
+                if row is None or not alike(tokens.engine - truth, row - truth):
+                    break
+            else:
+                return True
+        return False
+
+    def measured_rungs(self) -> list[dict[str, Any]]:
+        """Returns the precisions' distances with the nulls of each, measured now where they were
+        not yet.
+        """
+        for row in self.table["rungs"]:
+            if row["own"] is None:
+                (precision,) = (one for one in PRECISIONS if one.name == row["precision"])
+                row |= self.rounding(precision) or {}
+        rows: list[dict[str, Any]] = self.table["rungs"]
+        return rows
 
     def _say_precision(self, stands: str, within: bool) -> None:
         """Says how far the side is in units of our own rounding, from where on, and what would have

@@ -85,11 +85,8 @@ class Side:
             after = f"{said}: ask the engine for its log-probs before that."
         # Further off than with every result rounded to a bit fewer; or, at a token, than any way of
         # the next coarser precision. Where none was declared it may be the coarsest.
-        precisions = (
-            self.distance.table["rungs"]
-            if self.declared is not None
-            else self.distance.table["rungs"][-1:]
-        )
+        rungs = self.distance.measured_rungs()
+        precisions = rungs if self.declared is not None else rungs[-1:]
         first, coarser = precisions[0], precisions[:2][-1]
         far = ""
         if first["low"] > first["bit_fewer"]:
@@ -152,7 +149,7 @@ class Side:
         if ours not in names[1:] or self.declared == ours:
             return ""
         # No cause can be named for a difference that is no larger than that of rounded weights.
-        rows = self.distance.table["rungs"]
+        rows = self.distance.measured_rungs()
         if not any(
             row["mean"] <= row["null_mean"]
             for row in rows

@@ -21,6 +21,7 @@ from kvinterp.engines.llama_cpp import ADDED, llama_cpp
 from kvinterp.engines.prefixes import Prefix, edits
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter, dtype_named
+from kvinterp.models.hooks import Functions
 from kvinterp.models.transformers_cache import text_config
 from kvinterp.paths.model_cache import own_store
 from kvinterp.paths.path import path_named
@@ -559,8 +560,9 @@ def _round_again(seed: int, units: float) -> Hooks:
                 * (torch.finfo(first.dtype).eps + terms**0.5 * torch.finfo(torch.float32).eps)
                 / 2
             )
-            random = 2 * torch.rand(first.shape, generator=generator, dtype=torch.float64) - 1
-            moved = (first.double() * (1 + unit * random.to(first.device))).to(first.dtype)
+            random = torch.empty(first.shape, dtype=torch.float64)
+            random = random.uniform_(-unit, unit, generator=generator).to(first.device)
+            moved = torch.addcmul(first.double(), first.double(), random).to(first.dtype)
             return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
         for module in model.modules():
@@ -588,6 +590,22 @@ def changed(model: nn.Module, prompt: int, way: Way) -> Iterator[bool]:
 
 
 # What it gives ------------------------------------------------------------------------------------
+
+PRODUCTS = (nn.functional.linear, torch.addmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+
+
+def _summed_in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Makes a product of 16 bits as accelerators do, summed in float32 and rounded once; on most
+    processors that also takes less time than their own.
+    """
+    if func not in PRODUCTS or args[0].dtype not in (torch.float16, torch.bfloat16):
+        return NotImplemented
+    wide = [value.float() if isinstance(value, Tensor) else value for value in args]
+    named = {
+        name: value.float() if isinstance(value, Tensor) else value
+        for name, value in kwargs.items()
+    }
+    return func(*wide, **named).to(args[0].dtype)
 
 
 @torch.no_grad()
@@ -623,7 +641,7 @@ def logits_of(adapter: Adapter, ids: Sequence[int], prompt: int, way: Way) -> Te
             ),
         )
     inner, bos = 0 < prompt < len(ids), getattr(adapter.tokenizer, "bos_token_id", None)
-    with changed(model.model, prompt, way) as there:
+    with Functions(_summed_in_float32), changed(model.model, prompt, way) as there:
         if not there or (
             not inner
             and (way.prefix or way.fed == "apart" or (way.older and way.older[1] == "prompt"))
