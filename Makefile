@@ -93,7 +93,7 @@ $(NEWEST)/.made: $(STAMP)
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
 	$(NEWEST_PIP) --upgrade pip
 	mkdir -p build && grep '^torch==' constraints.txt > build/torch.txt
-	$(NEWEST_PIP) --no-compile --upgrade --upgrade-strategy eager -c build/torch.txt dist/*.whl anywidget beartype pytest pytest-timeout pytest-xdist
+	$(NEWEST_PIP) --no-compile --upgrade --upgrade-strategy eager -c build/torch.txt dist/*.whl anywidget beartype hypothesis pytest pytest-timeout pytest-xdist
 	$(NEWEST_PIP) --force-reinstall --no-deps dist/*.whl
 	touch $@
 

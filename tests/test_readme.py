@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.bits, pytest.mark.xdist_group("readme"), pytest.mark.s
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
-    path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/start/*.md")))
+    path.stem: path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", ROOT / "docs/ci.md", *sorted(ROOT.glob("docs/start/*.md")))
 }
 README = PAGES["README"]
 SMALLER = {
@@ -36,10 +37,35 @@ config = LlamaConfig(vocab_size=61, num_key_value_heads=1, max_position_embeddin
 my_model = AutoModelForCausalLM.from_pretrained("/path/to/checkpoint").eval()
 my_tokenizer = None
 tokens, other_tokens = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[9, 8, 7, 6]])
+
+
+class MyModelTester:
+    def __init__(self, parent):
+        pass
+
+    def prepare_config_and_inputs_for_common(self):
+        return config, {}
+
+
+class engine:
+    model = MyModelForCausalLM(config).eval()
+
+    def full(ids):
+        return engine.model(ids, use_cache=False).logits
+
+    def step(ids, cache):
+        out = engine.model(ids, past_key_values=cache, use_cache=True)
+        return out.logits, out.past_key_values
 """
 """Names that the pages use for a reader's own model, config and tokens."""
 MORE = {
     "README": "print(len(both.steps), len(both.layers), len(both.heads), len(both.kv_steps))\ntest_cache()",
+    "ci": """
+for test in (test_cache, test_any_program, test_rollouts, test_engine):
+    test()
+tried = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(MyModelTest))
+assert (tried.testsRun, tried.wasSuccessful()) == (1, True)
+""",
 }
 """What follows a page's blocks: what they define is called."""
 
@@ -79,8 +105,9 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.mark.parametrize("name", [name for name, page in PAGES.items() if blocks("python", page)])
 def test_a_pages_python_runs(name: str, printed: Callable[[str], str]) -> None:
-    if "patch_panel" in PAGES[name]:
-        pytest.importorskip("anywidget", reason="its page says first: pip install '.[notebook]'")
+    for package, use in {"anywidget": "patch_panel", "hypothesis": "import given"}.items():
+        if use in PAGES[name]:
+            pytest.importorskip(package, reason="its page says that it needs this")
     printed(name)
 
 

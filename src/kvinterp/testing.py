@@ -1,5 +1,5 @@
-"""For other projects' tests: one assertion that a model's cache is right, and a mixin that asserts
-it of every class of a model's tests as transformers writes them.
+"""For other projects' tests: one assertion that a model's cache is right, a mixin that asserts it of
+every class of a model's tests as transformers writes them, and programs for tests of hypothesis.
 
 from kvinterp.testing import assert_cache_consistent
 
@@ -9,6 +9,7 @@ def test_cache():
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,14 +18,16 @@ from typing import Any
 import torch
 
 from kvinterp.auditing.audit import audit
-from kvinterp.auditing.programs.outcome import RIGHT, WRONG
-from kvinterp.auditing.programs.search import base_of
+from kvinterp.auditing.baseline import WRITE, departure, read_baseline, write_baseline
+from kvinterp.auditing.blocks import evaluating
+from kvinterp.auditing.programs.model_subject import ModelSubject
+from kvinterp.auditing.programs.outcome import WRONG
+from kvinterp.auditing.programs.program import Program
+from kvinterp.auditing.programs.search import run_program, sample_program
+from kvinterp.auditing.subjects import widest_subject
+from kvinterp.auditing.uses import as_it_was
 from kvinterp.auditing.verdict import Verdict
-from kvinterp.common.files import read_json, strict_json, write_whole
-from kvinterp.errors import InputError
-
-WRITE = "KVINTERP_BASELINE"
-"""The environment variable that, where it is ``write``, has baselines written and not held to."""
+from kvinterp.models import wrap
 
 
 class CacheInconsistency(AssertionError):  # noqa: N818  # reads as what pytest reports
@@ -87,7 +90,7 @@ def assert_cache_consistent(
         InputError: The baseline is none.
     """
     __tracebackhide__ = True
-    known = None if baseline is None else _read_baseline(Path(baseline))
+    known = None if baseline is None else read_baseline(Path(baseline))
     verdict = audit(
         model,
         prompts,
@@ -101,10 +104,15 @@ def assert_cache_consistent(
         allow=allow,
         detail="verdict",
     )
-    if known is not None:
-        return _held_to(Path(baseline or ""), known, name or type(model).__name__, verdict)
-    if verdict.exit_code:
-        raise CacheInconsistency(verdict)
+    if known is None:
+        if verdict.exit_code:
+            raise CacheInconsistency(verdict)
+        return verdict
+    held_to = Path(baseline or ""), known, name or type(model).__name__, verdict
+    if os.environ.get(WRITE) == "write":
+        write_baseline(*held_to)
+    elif said := departure(*held_to):
+        raise CacheInconsistency(verdict, f"{said}\n{verdict.reading}")
     return verdict
 
 
@@ -128,53 +136,58 @@ class CacheTesterMixin:
                 assert_cache_consistent(kind(config), baseline=self.cache_baseline)
 
 
-def _held_to(baseline: Path, known: dict[str, list[str]], name: str, verdict: Verdict) -> Verdict:
-    """The verdict, where it has the faults that a baseline knows of this model and no others.
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """A program, and the model whose cache it is done to.
 
-    Raises:
-        CacheInconsistency: It has others, or lacks one.
+    Attributes:
+        program: What is done to the cache.
+        subject: The model, in float64.
     """
-    wrong = [check.name for check in verdict.checks if check.status == WRONG]
-    found = wrong or [verdict.verdict] * bool(verdict.exit_code)
-    if os.environ.get(WRITE) == "write":
-        faults = {**known, name: sorted(found)}
-        write_whole(
-            baseline, strict_json({one: faults[one] for one in sorted(faults) if faults[one]})
-        )
-        return verdict
-    listed = known.get(name, [])
-    told = {base_of(use) for use in listed}
-    if new := [use for use in found if base_of(use) not in told]:
-        said = f"{', '.join(new)}: not among the faults of {name} that {baseline} knows.\n"
-        raise CacheInconsistency(verdict, said + verdict.reading)
-    right = {check.name for check in verdict.checks if check.status == RIGHT}
-    others = {check.name for check in verdict.checks} - right
-    # A word of the whole verdict, such as "bug", is no use that has a check.
-    passes = not verdict.exit_code
-    if mended := [use for use in listed if use in right or (passes and use not in others)]:
-        raise CacheInconsistency(
-            verdict,
-            f"{name} is right now in what {baseline} lists as wrong: {', '.join(mended)}. Take it out of the file, "
-            f"or run once with {WRITE}=write.",
-        )
-    return verdict
+
+    program: Program
+    subject: ModelSubject = dataclasses.field(repr=False)
+
+    def __repr__(self) -> str:
+        """The program, as ``kvinterp audit --calls`` takes it."""
+        return str(self.program)
+
+    def check(self) -> None:
+        """Runs the program.
+
+        Raises:
+            AssertionError: A row's logits are not those of one forward over its own tokens, or what
+                the model offers crashes.
+        """
+        __tracebackhide__ = True
+        with as_it_was(self.subject.given), torch.no_grad():
+            run = run_program(self.subject, self.program)
+        assert run.word != WRONG, f"{self.program} is wrong: {run.why}"
 
 
-def _read_baseline(baseline: Path) -> dict[str, list[str]]:
-    """By model, the uses that are known to be wrong; none where there is no file.
+def programs(model: Any) -> Any:
+    """A strategy of hypothesis: programs that a model offers, as the audit draws them.
 
-    Raises:
-        InputError: The file is no baseline.
+    @given(programs(model))
+    def test_cache(trial):
+        trial.check()
+
+    Args:
+        model: A transformers model that decodes from a cache; what is tried is a copy in float64.
+
+    Returns:
+        A strategy of :class:`Trial`; hypothesis shrinks the first that is wrong.
     """
-    if not baseline.exists():
-        return {}
-    read = read_json(baseline)
-    if read is None or not all(
-        isinstance(uses, list) and all(isinstance(use, str) for use in uses)
-        for uses in read.values()
-    ):
-        raise InputError(
-            f"{baseline} is no baseline: expected a JSON object with a list of uses by the name of each model; delete it and run "
-            f"once with {WRITE}=write."
-        )
-    return read
+    from hypothesis import strategies
+
+    with evaluating(model), torch.no_grad():
+        adapter = wrap(model)
+        with as_it_was(adapter):
+            subject, _ = widest_subject(adapter, ModelSubject)
+
+    def trial(draw: Any) -> Trial:
+        return Trial(sample_program(draw, subject), subject)
+
+    # What is drawn from it hypothesis can make smaller.
+    drawn = strategies.randoms(use_true_random=False).map(trial)
+    return drawn.filter(lambda one: subject.holds(one.program))

@@ -16,7 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import kvinterp as kv
 from kvinterp import testing
-from kvinterp.testing import WRITE, CacheInconsistency, CacheTesterMixin, assert_cache_consistent
+from kvinterp.auditing.baseline import WRITE
+from kvinterp.testing import CacheInconsistency, CacheTesterMixin, assert_cache_consistent
 
 QUICKLY: dict[str, Any] = {"lengths": (5,), "steps": 1, "rungs": ("float32",), "seconds": 4.0}
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -144,3 +145,25 @@ def test_a_test_needs_no_package_of_the_pages(tmp_path: Path) -> None:
     said, wrong = ran.stdout.split()
     assert said in ("equal", "rounding"), said
     assert wrong == "bug"
+
+
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, Uncropped])
+def test_programs_for_hypothesis_are_right_or_shrunk(kind: type) -> None:
+    hypothesis = pytest.importorskip("hypothesis")
+    ran = []
+
+    @hypothesis.settings(max_examples=12, deadline=None, database=None, derandomize=True, print_blob=False)
+    @hypothesis.given(testing.programs(kind(LlamaConfig(**SIZES))))
+    def test(trial: Any) -> None:
+        ran.append(trial)
+        trial.check()
+
+    if kind is LlamaForCausalLM:
+        test()
+        assert len({*map(str, ran)}) > 6
+        return
+    with pytest.raises(AssertionError, match="is wrong: row 0 is off by"):
+        test()
+    # The fault is of two rows, behind a cache: the smallest program has no more.
+    assert len(ran[-1].program.rows.pads) == 2
+    assert len(ran[-1].program.steps) == 2
