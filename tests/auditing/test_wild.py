@@ -9,9 +9,9 @@ import pytest
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.outcome import RIGHT
 from kvinterp.auditing.programs.search import FIRST, run_program
-from wild import board
-from wild.__main__ import searched, untried
-from wild.making import AUTO, CAUSAL, file_of, known, subject_of, written
+from wild import board, lens
+from wild.__main__ import searched
+from wild.making import AUTO, CAUSAL, file_of, known, subject_of, untried, written
 from wild.page import BEYOND, COLUMNS, column_of, line_of, verdict, write, write_board
 
 SEQUENCES, SPEECH, IMAGES = [auto for auto in AUTO if auto != CAUSAL]
@@ -98,7 +98,9 @@ def test_each_class_has_its_page_and_a_failure_its_script(tmp_path, capsys):
 
 
 def test_two_releases_are_compared_by_type_and_use(tmp_path):
-    """What has another word in both, with the fault of whichever has one; a use that one has not tried is no change."""
+    """What has another word in both, with the fault of whichever has one; a use that one has not tried is no change, nor is a type
+    that the release names (as llama) and that was not walked there.
+    """
     fault = {
         "use": "decode step",
         "beyond": "no",
@@ -110,7 +112,7 @@ def test_two_releases_are_compared_by_type_and_use(tmp_path):
         "lines": "print(0.4)",
     }
     right = {"decode step": {"word": "right"}, "batch": {"word": "right"}}
-    old = [{**row(uses=right), "type": name} for name in ("same", "worse", "gone", "unmade")]
+    old = [{**row(uses=right), "type": name} for name in ("same", "worse", "gone", "unmade", "llama")]
     new = [
         {**row(uses={"decode step": {"word": "right"}, "fork": {"word": "right"}}), "type": "same"},
         {**row(uses={"batch": {"word": "right"}}, wrong=[fault]), "type": "worse"},
@@ -134,3 +136,22 @@ def test_two_releases_are_compared_by_type_and_use(tmp_path):
     (tmp_path / "none.json").write_text("[]")
     with pytest.raises(SystemExit, match="is no board"):
         board.read(tmp_path / "none.json")
+
+
+def test_a_script_of_transformer_lens_says_by_itself_whether_its_cache_is_right(tmp_path):
+    """A row is right, wrong by how far it is off, or could not be tried; a diff names it with its kind."""
+    (fault,) = [one for row, one in lens.scripts(["llama"]) if row["class"] == "TransformerBridge"]
+    kept = row(auto="TransformerBridge of TransformerLens 4.3.0", type="llama", model="model = 1")
+    right, wrong, raised = (lens.judged(kept, fault, said) for said in ("1.2e-07", "a line\n0.5", "KeyError: 'unembed'"))
+    assert (right["uses"]["generate()"]["word"], right["wrong"], right["why"]) == ("right", [], "")
+    assert (wrong["wrong"][0]["error"], raised["why"]) == (0.5, "KeyError: 'unembed'")
+    for name, one in {"old": right, "new": wrong}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file_of(one["auto"], one["type"])).write_text(json.dumps(one))
+    before, after = (board.read(write_board(tmp_path / name, tmp_path / name / "board")) for name in ("old", "new"))
+    (change,) = board.changes(before, after)
+    assert str(change) == (
+        "TransformerBridge of TransformerLens 4.3.0, llama, generate(): right, then wrong "
+        "(0.5 of the largest logit off the forward without a cache; generate(9,8))"
+    )
+    assert change.fault["script"] == f"model = 1\n{fault['lines']}"

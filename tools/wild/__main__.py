@@ -5,6 +5,8 @@ memory. Each failure is then run as a script in a process that has not heard of 
 what is there is left out, so a run goes on where it stopped. ``--table`` writes ``docs/wild.md`` and all scripts from these files,
 ``--reports`` what the scripts of ``docs/upstream`` print, ``--board`` what this release is right and wrong in as
 ``docs/board/transformers-RELEASE.json``, and ``--diff A B`` says what two of those have other words for.
+``--quick`` tries each use of a model's cache once and draws no programs: seconds a type, so that many releases can be walked. Its
+rows are in ``out/wild-quick/RELEASE``.
 """
 
 from __future__ import annotations
@@ -32,50 +34,44 @@ sys.path[:0] = [str(ROOT / "benchmarks" / "bugs"), str(ROOT / "tools")]
 
 from wild import making  # noqa: E402
 
-SECONDS, BYTES = 240, 6 * 2**30
-"""Of the processor and of memory, that a model may take."""
+SECONDS, QUICK_SECONDS, BYTES = 240, 15, 6 * 2**30
+"""Of the processor, there where each use is tried once, and of memory, that a model may take."""
 BUDGET, FAULTS = 20.0, 8
 """Seconds that its programs may take, and how many faults are looked for at most."""
+QUICK_BUDGET = 6.0
+"""Seconds that they may take where each use is tried once."""
 
 
-def tried(auto: str, name: str, config: Mapping[str, Any], programs: int) -> dict[str, Any]:
+def tried(auto: str, name: str, config: Mapping[str, Any], programs: int, breadth: str) -> dict[str, Any]:
     """What programs say of one, as a row."""
-    row = untried(auto, name)
+    row = making.untried(auto, name)
     try:
         made: dict[str, Any] = {}
         row["model"] = making.written(auto, name, config)
         exec(row["model"], made)
         row["class"] = type(made["model"]).__name__
         subject, row["inputs"] = making.subject_of(auto, made["model"].eval())
-        return {**row, "read": subject.name.partition(" behind ")[2], **searched(subject, programs)}
+        return {**row, "read": subject.name.partition(" behind ")[2], **searched(subject, programs, breadth)}
     except Exception as error:  # Whatever it raises is what there is to say.
         return {**row, "why": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
-def untried(auto: str, name: str, why: str = "") -> dict[str, Any]:
-    """The row of one of which nothing is known."""
-    return {
-        "auto": auto,
-        "type": name,
-        "class": "",
-        "model": "",
-        "inputs": "",
-        "read": "",
-        "why": why,
-        "uses": {},
-        "wrong": [],
-    }
+def searched(subject: Any, programs: int, breadth: str = "default") -> dict[str, Any]:
+    """By use how many programs were right or another word, and what is wrong.
 
-
-def searched(subject: Any, programs: int) -> dict[str, Any]:
-    """By use how many programs were right or another word, and what is wrong: a quarter as many go beyond the contract."""
+    Args:
+        subject: The model.
+        programs: How many are run; a quarter as many go beyond the contract.
+        breadth: ``"default"``, or ``"each"``: each use once, within the contract.
+    """
     from kvinterp.auditing.programs.first_difference import placed
     from kvinterp.auditing.programs.pasted import pasted
     from kvinterp.auditing.programs.search import base_of, search
 
     began = time.process_time()
-    found = search(subject, programs, BUDGET, faults=FAULTS)
-    beyond = search(subject, programs // 4, BUDGET / 4, beyond="yes", faults=1)
+    quick = breadth == "each"
+    found = search(subject, programs, QUICK_BUDGET if quick else BUDGET, faults=FAULTS, breadth=breadth)
+    beyond = search(subject, 0 if quick else programs // 4, BUDGET / 4, beyond="yes", faults=1)
     wrong = []
     known = {base_of(one.use) for one in found.wrong}
     for one in [*found.wrong, *(one for one in beyond.wrong if base_of(one.use) not in known)]:
@@ -106,12 +102,12 @@ def searched(subject: Any, programs: int) -> dict[str, Any]:
     }
 
 
-def forked(work: Callable[[], Any], place: Path) -> int:
+def forked(work: Callable[[], Any], place: Path, seconds: int = SECONDS) -> int:
     """Does it in a fork within the limits, what it gives goes to a file as JSON; returns how the fork ended."""
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -151,12 +147,15 @@ def plain(end: Any) -> None:
             end.send(alone(end.recv()))
 
 
-def row_of(auto: str, name: str, config: Mapping[str, Any], programs: int, folder: Path, scripts: Any) -> dict[str, Any]:
+def row_of(
+    auto: str, name: str, config: Mapping[str, Any], programs: int, breadth: str, folder: Path, scripts: Any
+) -> dict[str, Any]:
     """Tries one in a fork, has the script of each failure run, and saves the row."""
     with tempfile.TemporaryDirectory() as aside:
-        code = forked(lambda: tried(auto, name, config, programs), place := Path(aside) / "row")
-        why = f"the process ended with {code}, after at most {SECONDS} seconds of the processor and {BYTES // 2**30} GiB"
-        row: dict[str, Any] = untried(auto, name, why) if code else json.loads(place.read_text())
+        seconds = QUICK_SECONDS if breadth == "each" else SECONDS
+        code = forked(lambda: tried(auto, name, config, programs, breadth), place := Path(aside) / "row", seconds)
+        why = f"the process ended with {code}, after at most {seconds} seconds of the processor and {BYTES // 2**30} GiB"
+        row: dict[str, Any] = making.untried(auto, name, why) if code else json.loads(place.read_text())
     shown = [one for one in row["wrong"] if one["lines"]]
     scripts.send([making.script(row, one) for one in shown])
     for one, said in zip(shown, scripts.recv(), strict=True):
@@ -165,12 +164,48 @@ def row_of(auto: str, name: str, config: Mapping[str, Any], programs: int, folde
     return row
 
 
-def main() -> None:
+def walk(given: argparse.Namespace, scripts: Any) -> None:
     """Tries what is not there yet."""
+    # Imported once for all models, and what programs import of torch with it: a third of what a small model takes.
+    from torch._inductor import compile_fx  # noqa: F401
+
+    import kvinterp.auditing.programs.pasted
+    import kvinterp.auditing.programs.sourced
+    import kvinterp.models.native  # noqa: F401
+
+    for auto in given.auto:
+        for name, config in making.known(auto).items():
+            if (given.names and name not in given.names) or (given.out / making.file_of(auto, name)).exists():
+                continue
+            row = row_of(auto, name, config, given.programs, "each" if given.quick else "default", given.out, scripts)
+            said = row["why"] or [one["use"] for one in row["wrong"]] or "right"
+            print(auto, name, said, row.get("seconds", ""), flush=True)
+
+
+def walk_lens(given: argparse.Namespace, scripts: Any) -> None:
+    """Runs the scripts of TransformerLens that are not there yet, in one process: importing it takes seconds."""
+    from wild import lens
+
+    rows = [
+        (row, one) for row, one in lens.scripts(given.names)
+        if not (given.out / making.file_of(row["auto"], row["type"])).exists()
+    ]  # fmt: skip
+    scripts.send([making.script(row, one) for row, one in rows])
+    for (row, one), said in zip(rows, scripts.recv(), strict=True):
+        row = lens.judged(row, one, said)
+        save(given.out, row)
+        print(row["auto"], row["type"], row["why"] or [one["why"] for one in row["wrong"]] or "right", flush=True)
+
+
+def main() -> None:
+    """Does what was asked for; without a word about that, tries what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="model types; all unless given; those that are there are left out")
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "wild")
+    parser.add_argument("--auto", nargs="*", choices=[*making.AUTO], default=[*making.AUTO], help="of these auto classes")
+    parser.add_argument("--out", type=Path, help="the folder of the rows")
+    parser.add_argument("--quick", action="store_true", help="tries each use once and draws no programs")
     parser.add_argument("--programs", type=int, default=100)
+    parser.add_argument("--lens", action="store_true", help="tries the installed TransformerLens instead")
     parser.add_argument("--table", action="store_true", help="writes docs/wild.md from what is there")
     parser.add_argument("--reports", action="store_true", help="runs the scripts of docs/upstream again")
     parser.add_argument("--board", action="store_true", help="writes this release's board from what is there")
@@ -178,41 +213,51 @@ def main() -> None:
         "--diff", nargs=2, type=Path, metavar=("A", "B"), help="says what changed from one board to another"
     )
     parser.add_argument("--scripts", action="store_true", help="with --diff, shows the script of each fault")
+    parser.add_argument(
+        "--again", action="store_true", help="with --diff, runs the script of each fault here, without kvinterp"
+    )
     given = parser.parse_args()
-    if given.diff:
-        from wild import board
-
-        for change in board.changes(*map(board.read, given.diff)):
-            print(change)
-            if given.scripts and change.fault.get("script"):
-                print(change.fault["script"], "# printed", change.fault["printed"], "\n", sep="\n")
-        return
+    given.out = given.out or (ROOT / "out" / (f"wild-quick/{transformers.__version__}" if given.quick else "wild"))
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    if given.table or given.reports or given.board:
-        from wild import page
+    if given.diff:
+        difference(given)
+    elif given.table or given.reports or given.board:
+        write(given)
+    else:
+        # Begun before kvinterp is imported.
+        scripts, end = multiprocessing.Pipe()
+        multiprocessing.get_context("fork").Process(target=plain, args=(end,), daemon=True).start()
+        given.out.mkdir(parents=True, exist_ok=True)
+        (walk_lens if given.lens else walk)(given, scripts)
 
-        if given.table:
-            page.write(given.out, ROOT / "docs")
-        if given.reports:
-            page.print_again(ROOT / "docs")
-        if given.board:
-            print(page.write_board(given.out, ROOT / "docs" / "board"))
-        return
-    # Begun before kvinterp is imported, which is done once for all models.
-    scripts, end = multiprocessing.Pipe()
-    multiprocessing.get_context("fork").Process(target=plain, args=(end,), daemon=True).start()
-    import kvinterp.auditing.programs.search  # noqa: F401
 
-    given.out.mkdir(parents=True, exist_ok=True)
-    for auto in making.AUTO:
-        for name, config in making.known(auto).items():
-            if (given.names and name not in given.names) or (given.out / making.file_of(auto, name)).exists():
-                continue
-            row = row_of(auto, name, config, given.programs, given.out, scripts)
-            said = row["why"] or [one["use"] for one in row["wrong"]] or "right"
-            print(auto, name, said, row.get("seconds", ""), flush=True)
+def difference(given: argparse.Namespace) -> None:
+    """Prints what changed from one board to another."""
+    from wild import board
+
+    found = [*board.changes(*map(board.read, given.diff))]
+    shown = [change for change in found if change.fault.get("script")] if given.again else []
+    here = dict(zip(map(id, shown), alone([change.fault["script"] for change in shown]), strict=True))
+    for change in found:
+        print(change)
+        if given.scripts and change.fault.get("script"):
+            print(change.fault["script"], "# printed", change.fault["printed"], "\n", sep="\n")
+        if id(change) in here:
+            print(f"  its script prints {here[id(change)]!r} with transformers {transformers.__version__}")
+
+
+def write(given: argparse.Namespace) -> None:
+    """Writes what is made of rows."""
+    from wild import page
+
+    if given.table:
+        page.write(given.out, ROOT / "docs")
+    if given.reports:
+        page.print_again(ROOT / "docs")
+    if given.board:
+        print(page.write_board(given.out, ROOT / "docs" / "board" / ("quick" if given.quick else "")))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """A board: what one release of transformers is right and wrong in, by type and use, kept so that two releases can be compared.
 
-A board is a JSON file, ``docs/board/transformers-5.23.0.json``: what it was made with, and a row a type. A row has the word of each
-use that was tried, and of each fault its program, its error, the first tensor that differs, what its script printed, and the
-script's hash; the script itself is in the row as well, so that a board needs no other file.
+A board is a JSON file, ``docs/board/transformers-5.23.0.json``: what it was made with, which types the release has, and a row a
+type. A row has the word of each use that was tried, and of each fault its program, its error, the first tensor that differs, what
+its script printed, and the script's hash; the script itself is in the row as well, so that a board needs no other file. Boards of
+the quick walk are in ``docs/board/quick``.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from wild.making import script
+from wild.making import CAUSAL, script
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,19 +39,22 @@ class Change:
     fault: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        what = f"{self.type}, {self.use}" if self.use else self.type
+        named = self.type if self.auto == CAUSAL else f"{self.auto}, {self.type}"
+        what = f"{named}, {self.use}" if self.use else named
         shown = f" ({self.fault['why']}; {self.fault['program']})" if self.fault else ""
         return f"{what}: {self.before}, then {self.after}{shown}"
 
 
-def written(rows: list[dict[str, Any]], about: dict[str, Any]) -> dict[str, Any]:
+def written(rows: list[dict[str, Any]], about: dict[str, Any], types: Mapping[str, Iterable[str]]) -> dict[str, Any]:
     """The board of rows as ``make wild`` keeps them.
 
     Args:
         rows: A row a type.
         about: What they were made with.
+        types: The types that each auto class of the release names, of which some may have no row yet.
     """
-    return {"made_with": about, "rows": [_row(row) for row in sorted(rows, key=lambda row: (row["auto"], row["type"]))]}
+    made = [_row(row) for row in sorted(rows, key=lambda row: (row["auto"], row["type"]))]
+    return {"made_with": about, "types": {auto: sorted(names) for auto, names in types.items()}, "rows": made}
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
@@ -70,25 +74,34 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[Change]:
     """What the second board says otherwise, by type and use.
 
     A use that one board has not tried changed nothing: programs are drawn, and what a type offers decides which are. A type that
-    could be made in one release alone is a change without a use.
+    could be made in one release alone, or that one has not, is a change without a use; one that a release has and that was not
+    walked there is none.
 
     Args:
         before: A board.
         after: Another.
     """
     old, new = ({(row["auto"], row["type"]): row for row in board["rows"]} for board in (before, after))
-    for auto, name in sorted(old.keys() | new.keys()):
-        was, now = old.get((auto, name)), new.get((auto, name))
-        said = ["absent" if row is None else "not tried" if row["why"] else "tried" for row in (was, now)]
-        if said[0] != said[1]:
-            yield Change(auto, name, "", *said)
+    for key in sorted(old.keys() | new.keys()):
+        was, now = old.get(key), new.get(key)
+        said = [_said(*key, board, row) for board, row in ((before, was), (after, now))]
+        if said[0] != said[1] and "" not in said:
+            yield Change(*key, "", said[0], said[1])
         if was is None or now is None:
             continue
         for use in sorted(was["uses"].keys() & now["uses"].keys()):
             words = was["uses"][use], now["uses"][use]
             if words[0] != words[1]:
                 faults = [one for row in (now, was) for one in row["wrong"] if one["use"] == use]
-                yield Change(auto, name, use, *words, *faults[:1])
+                yield Change(*key, use, *words, *faults[:1])
+
+
+def _said(auto: str, name: str, board: dict[str, Any], row: dict[str, Any] | None) -> str:
+    """Whether a board has tried a type; nothing where it does not say so."""
+    if row is not None:
+        return "not tried" if row["why"] else "tried"
+    walked = any(one["auto"] == auto for one in board["rows"])
+    return "absent" if walked and name not in board.get("types", {}).get(auto, ()) else ""
 
 
 def read(place: Path) -> dict[str, Any]:

@@ -97,9 +97,25 @@ def _fields(kind: Any) -> set[str]:
     return {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})}
 
 
+def untried(auto: str, name: str, why: str = "") -> dict[str, Any]:
+    """The row of one of which nothing is known."""
+    return {
+        "auto": auto,
+        "type": name,
+        "class": "",
+        "model": "",
+        "inputs": "",
+        "read": "",
+        "why": why,
+        "uses": {},
+        "wrong": [],
+    }
+
+
 def file_of(auto: str, name: str) -> str:
     """The name of the file that keeps what came of a type; some have a class of several auto classes."""
-    return f"{name}.json" if auto == CAUSAL else f"{name}.{auto.removeprefix('AutoModelFor')}.json"
+    kind = auto.removeprefix("AutoModelFor").replace(" ", "-")
+    return f"{name}.json" if auto == CAUSAL else f"{name.replace(' ', '-')}.{kind}.json"
 
 
 def script(row: Mapping[str, Any], one: Mapping[str, Any]) -> str:

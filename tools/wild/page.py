@@ -101,16 +101,22 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_board(folder: Path, boards: Path) -> Path:
-    """Writes the board of this release, and says where."""
+    """Writes the board of this release, and says where.
+
+    Args:
+        folder: The rows, all of one kind of walk.
+        boards: The folder of the boards of that kind.
+    """
     # Whoever runs a script of a report must not have heard of kvinterp.
     from kvinterp.models.provenance import machine
 
     about = {name: value for name, value in machine(torch.device("cpu")).items() if isinstance(value, str | int | float)}
-    boards.mkdir(exist_ok=True)
+    boards.mkdir(parents=True, exist_ok=True)
     place = boards / BOARD
-    made = written(rows_of(folder), about)
+    made = written(rows_of(folder), about, AUTO)
     rows = ",\n".join(map(json.dumps, made["rows"]))
-    place.write_text(f'{{"made_with": {json.dumps(about)},\n"rows": [\n{rows}\n]}}\n', encoding="utf-8")
+    head = ",\n".join(f'"{name}": {json.dumps(made[name])}' for name in ("made_with", "types"))
+    place.write_text(f'{{{head},\n"rows": [\n{rows}\n]}}\n', encoding="utf-8")
     return place
 
 
