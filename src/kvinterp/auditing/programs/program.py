@@ -188,8 +188,9 @@ class Operation(abc.ABC):
 
     @classmethod
     def sample(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Operation:
-        """One for so many rows of this model; of a single number where it says nothing else."""
-        return cls(draw.randint(*cls.between))  # type: ignore[call-arg]
+        """One for so many rows of this model: its single number is drawn, where it has one."""
+        numbers = [draw.randint(*cls.between)] if dataclasses.fields(cls) else []
+        return cls(*numbers)
 
     def offered(self, run: Run) -> bool:
         """Whether the model offers it where the program stands."""

@@ -107,15 +107,6 @@ class Again(Operation):
         run.ends, run.singly, run.pending = [], 0, None
         run.makes_cache()
 
-    def smaller(self) -> list[Operation]:
-        """How many columns it leaves on the cache: the copy is fed, the cache itself is not."""
-        return []
-
-    @classmethod
-    def sample(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Again:
-        """It has no number."""
-        return cls()
-
 
 def needs_two_caches(run: Run) -> None:
     """Raises RefusedError where the code holds one cache itself."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import random
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from kvinterp.auditing.programs.outcome import WrongError
 from kvinterp.auditing.programs.program import Operation
 from kvinterp.auditing.programs.running import Run
-from kvinterp.auditing.programs.subject import Subject
 
 SPOILS = (
     "kept = copy.deepcopy(cache)",
@@ -31,11 +29,6 @@ class Spoil(Operation):
     the logits are the same to the bit, the cache is not read, and what was right in other programs
     was computed without it.
     """
-
-    @classmethod
-    def sample(cls, draw: random.Random, rows: int, subject: Subject, beyond: str) -> Spoil:
-        """It has no number."""
-        return cls()
 
     def offered(self, run: Run) -> bool:
         """Where the subject is a transformers model itself."""
