@@ -8,7 +8,7 @@ NEWEST := .venv-newest
 OLDEST := .venv-oldest
 WORKERS ?= 2
 
-.PHONY: demo real test test-slow test-all test-processors test-newest test-oldest check docs package bench figures zoo clean env wild
+.PHONY: demo real test test-slow test-all test-processors test-newest test-oldest check docs package bench figures zoo clean env wild referee
 
 env: $(STAMP)
 
@@ -134,5 +134,24 @@ wild: $(STAMP)
 	PYTHONPATH=tools $(BIN)/python -m wild
 	PYTHONPATH=tools $(BIN)/python -m wild --table --reports --board
 
+# What a release of transformers decodes otherwise than the one before, the day it comes: an environment of that release upon this one, each use of each causal type
+# once, TransformerLens as pinned and as pip has it, a row on the board, and a draft of a report. Some 15 minutes of one core; it goes on where it stopped. Fails where
+# a use got worse.
+TRANSFORMERS ?= $(error which release? make referee TRANSFORMERS=5.25.0)
+REFEREE = .venv-referee-$(TRANSFORMERS)
+SITE = import sysconfig; print(sysconfig.get_path("purelib"))
+RELEASE = OMP_NUM_THREADS=1 PYTHONPATH=src:tools $(REFEREE)/bin/python -m wild --quick
+referee: $(STAMP)
+	test -x $(REFEREE)/bin/python || $(BIN)/python -m venv $(REFEREE)
+	$(BIN)/python -c '$(SITE)' > "$$($(REFEREE)/bin/python -c '$(SITE)')/base.pth"
+	mkdir -p build && grep '^torch==' constraints.txt > build/torch.txt
+	$(REFEREE)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -c build/torch.txt transformers==$(TRANSFORMERS)
+	$(REFEREE)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target $(REFEREE)/lens transformer-lens
+	$(RELEASE) --lens
+	$(subst PYTHONPATH=,PYTHONPATH=$(REFEREE)/lens:,$(RELEASE)) --lens
+	$(RELEASE) --auto AutoModelForCausalLM $(TYPES)
+	$(RELEASE) --board --page
+	$(RELEASE) --referee
+
 clean:
-	rm -rf $(VENV) $(NEWEST) $(OLDEST) demo out site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(NEWEST) $(OLDEST) .venv-referee-* demo out site build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.outcome import RIGHT
 from kvinterp.auditing.programs.search import FIRST, run_program
-from wild import board, lens
+from wild import board, board_page, lens
 from wild.__main__ import searched
 from wild.making import AUTO, CAUSAL, file_of, known, subject_of, untried, written
 from wild.page import BEYOND, COLUMNS, column_of, line_of, verdict, write, write_board
@@ -155,3 +156,87 @@ def test_a_script_of_transformer_lens_says_by_itself_whether_its_cache_is_right(
         "(0.5 of the largest logit off the forward without a cache; generate(9,8))"
     )
     assert change.fault["script"] == f"model = 1\n{fault['lines']}"
+
+
+def faulty(name, script, **told):
+    one = {
+        "use": "several chunks",
+        "beyond": "no",
+        "why": "0.2 off",
+        "error": 0.2,
+        "place": "K, layer 0",
+        "program": "rows(0)",
+        "printed": "0.2",
+        "lines": script,
+    }
+    return row(type=name, wrong=[one | told])
+
+
+def release_boards(folder, releases):
+    """Boards of a folder, as the quick walk writes them."""
+    folder.mkdir()
+    for release, rows in releases.items():
+        made = board.written(rows, {"torch": "2.13.0"}, {CAUSAL: ["llama", "mamba", "later"]})
+        (folder / f"transformers-{release}.json").write_text(json.dumps(made))
+    return board_page.boards_of(folder)
+
+
+def test_the_page_of_releases_opens_the_script_of_each_fault_and_is_escaped(tmp_path):
+    """The newest release is last (5.9 before 5.18); each link has its place, each badge its numbers, and a script is text."""
+    right = row(type="llama", uses={"several chunks": {"word": "right"}})
+    evil = "print('</pre><script>alert(1)</script>')"
+    boards = release_boards(
+        tmp_path / "quick",
+        {
+            "5.18.0": [right, faulty("mamba", evil), row(type="gone", uses={"batch": {"word": "right"}})],
+            "5.9.0": [right, row(type="mamba", uses={"several chunks": {"word": "right"}})],
+        },
+    )
+    assert [*boards] == ["5.9.0", "5.18.0"]
+    assert board_page.before(boards, "5.18.0") == "5.9.0"
+    with pytest.raises(SystemExit, match="no board is older"):
+        board_page.before(boards, "5.9.0")
+    text = board_page.write_boards(boards, tmp_path).read_text()
+    assert "<script" not in text
+    assert "&lt;script&gt;alert(1)" in text
+    links, places = (set(re.findall(pattern, text)) for pattern in (r'href="#([^"]+)"', r'id="([^"]+)"'))
+    assert {"CausalLM.mamba.chunks", "types"} <= links <= places
+    assert 'href="quick/transformers-5.9.0.json"' in text
+    assert "several chunks: right, then <strong>wrong</strong>" in text
+    assert '<th scope="row">llama</th>' in text
+    assert "Absent, then tried: gone" in text
+    said = json.loads((tmp_path / "badges" / "transformers-5.18.0.json").read_text())
+    assert (said["message"], said["color"]) == ("1 of 3 types wrong", "red")
+    assert "0 of 2 types wrong" in (tmp_path / "badges" / "transformers-5.9.0.svg").read_text()
+
+
+def test_a_cell_has_one_mark_where_all_releases_agree_and_else_one_each(tmp_path):
+    uses = {"several chunks": {"word": "right"}, "batch": {"word": "right"}}
+    boards = release_boards(
+        tmp_path / "quick",
+        {
+            "5.1.0": [row(type="llama", uses=uses), row(type="later", uses=uses), row(type="mamba", uses=uses)],
+            "5.2.0": [row(type="llama", uses=uses), faulty("mamba", "print(1)"), row(type="other", uses=uses)],
+        },
+    )
+    board_page.write_boards(boards, tmp_path)
+    (table,) = [table for table in board_page.shown(boards)["tables"] if table["id"] == "types"]
+    chunks = [*COLUMNS].index("chunks")
+    marks = {row["name"]: "".join(mark["text"] for mark in row["cells"][chunks]) for row in table["rows"]}
+    assert marks == {"llama": "✓", "later": "✓·", "mamba": "✓✗", "other": "–✓"}
+
+
+def test_a_report_has_what_got_worse_with_its_script_and_what_it_prints_now():
+    before, after = (
+        board.written([one], {}, {CAUSAL: ["mamba"]})
+        for one in (row(type="mamba", uses={"several chunks": {"word": "right"}}), faulty("mamba", "print(0.2)"))
+    )
+    (worse,) = board.changes(before, after)
+    text = board_page.report("5.23.0", "5.24.0", [worse], ["0.3"])
+    assert "Uses that were not wrong with 5.23.0 and are with 5.24.0: 1." in text
+    assert "## mamba: several chunks" in text
+    assert "```python\n\nprint(0.2)\n```\n\nWith transformers 5.24.0 it prints `0.3`." in text
+    (better,) = board.changes(after, before)
+    text = board_page.report("5.23.0", "5.24.0", [better], [""])
+    assert "nothing to report" in text
+    assert "- mamba, several chunks: wrong, then right (0.2 off; rows(0))" in text

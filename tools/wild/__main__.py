@@ -38,8 +38,10 @@ SECONDS, QUICK_SECONDS, BYTES = 240, 15, 6 * 2**30
 """Of the processor, there where each use is tried once, and of memory, that a model may take."""
 BUDGET, FAULTS = 20.0, 8
 """Seconds that its programs may take, and how many faults are looked for at most."""
-QUICK_BUDGET = 6.0
-"""Seconds that they may take where each use is tried once."""
+QUICK_BUDGET, QUICK_PROGRAMS = 6.0, 36
+"""Seconds that they may take where each use is tried once, and how many are run: the first are one of each kind, from a decode step to
+assisted decoding, and take half as long as all of them.
+"""
 
 
 def tried(auto: str, name: str, config: Mapping[str, Any], programs: int, breadth: str) -> dict[str, Any]:
@@ -204,7 +206,7 @@ def main() -> None:
     parser.add_argument("--auto", nargs="*", choices=[*making.AUTO], default=[*making.AUTO], help="of these auto classes")
     parser.add_argument("--out", type=Path, help="the folder of the rows")
     parser.add_argument("--quick", action="store_true", help="tries each use once and draws no programs")
-    parser.add_argument("--programs", type=int, default=100)
+    parser.add_argument("--programs", type=int, help=f"100, or with --quick {QUICK_PROGRAMS}, unless given")
     parser.add_argument("--lens", action="store_true", help="tries the installed TransformerLens instead")
     parser.add_argument("--table", action="store_true", help="writes docs/wild.md from what is there")
     parser.add_argument("--reports", action="store_true", help="runs the scripts of docs/upstream again")
@@ -212,19 +214,28 @@ def main() -> None:
     parser.add_argument(
         "--diff", nargs=2, type=Path, metavar=("A", "B"), help="says what changed from one board to another"
     )
+    parser.add_argument(
+        "--page", action="store_true", help="writes docs/board/index.html from all boards of the quick walk"
+    )
+    parser.add_argument(
+        "--referee", action="store_true", help="compares this release's board with the one before, and drafts a report"
+    )
     parser.add_argument("--scripts", action="store_true", help="with --diff, shows the script of each fault")
     parser.add_argument(
         "--again", action="store_true", help="with --diff, runs the script of each fault here, without kvinterp"
     )
     given = parser.parse_args()
     given.out = given.out or (ROOT / "out" / (f"wild-quick/{transformers.__version__}" if given.quick else "wild"))
+    given.programs = given.programs or (QUICK_PROGRAMS if given.quick else 100)
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
     if given.diff:
         difference(given)
-    elif given.table or given.reports or given.board:
+    elif given.table or given.reports or given.board or given.page:
         write(given)
+    elif given.referee:
+        referee(given)
     else:
         # Begun before kvinterp is imported.
         scripts, end = multiprocessing.Pipe()
@@ -238,14 +249,42 @@ def difference(given: argparse.Namespace) -> None:
     from wild import board
 
     found = [*board.changes(*map(board.read, given.diff))]
-    shown = [change for change in found if change.fault.get("script")] if given.again else []
-    here = dict(zip(map(id, shown), alone([change.fault["script"] for change in shown]), strict=True))
-    for change in found:
+    for change, said in zip(found, again(found) if given.again else [""] * len(found), strict=True):
         print(change)
         if given.scripts and change.fault.get("script"):
             print(change.fault["script"], "# printed", change.fault["printed"], "\n", sep="\n")
-        if id(change) in here:
-            print(f"  its script prints {here[id(change)]!r} with transformers {transformers.__version__}")
+        if said:
+            print(f"  its script, which printed {change.fault['printed']!r}, prints {said!r} here")
+
+
+def again(found: Sequence[Any]) -> list[str]:
+    """What the script of each change prints with what is installed here; nothing where there is none, or of another TransformerLens."""
+    from wild import lens
+
+    shown = [change for change in found if change.fault.get("script") and lens.installed(change.auto)]
+    said = dict(zip(map(id, shown), alone([change.fault["script"] for change in shown]), strict=True))
+    return [said.get(id(change), "") for change in found]
+
+
+def referee(given: argparse.Namespace) -> None:
+    """Writes this release's draft of a report beside the board before it, and says what got worse.
+
+    Raises:
+        SystemExit: Something did.
+    """
+    from wild import board, board_page
+
+    boards = board_page.boards_of(ROOT / "docs" / "board" / "quick")
+    new = transformers.__version__
+    old = board_page.before(boards, new)
+    found = [*board.changes(boards[old], boards[new])]
+    place = ROOT / "out" / "referee" / f"transformers-{new}.md"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(board_page.report(old, new, found, again(found)), encoding="utf-8")
+    worse = [change for change in found if change.use and change.after == "wrong"]
+    print(*found, f"Beside transformers {old}: {len(found)} changes. The draft of a report: {place}", sep="\n")
+    if worse:
+        raise SystemExit(f"{len(worse)} uses that were not wrong with transformers {old} are wrong with {new}.")
 
 
 def write(given: argparse.Namespace) -> None:
@@ -258,6 +297,10 @@ def write(given: argparse.Namespace) -> None:
         page.print_again(ROOT / "docs")
     if given.board:
         print(page.write_board(given.out, ROOT / "docs" / "board" / ("quick" if given.quick else "")))
+    if given.page:
+        from wild import board_page
+
+        print(board_page.write_boards(board_page.boards_of(ROOT / "docs" / "board" / "quick"), ROOT / "docs" / "board"))
 
 
 if __name__ == "__main__":

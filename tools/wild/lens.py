@@ -101,6 +101,11 @@ def scripts(names: Sequence[str]) -> Iterator[tuple[dict[str, Any], dict[str, An
         yield row, {"use": "generate()", "beyond": "no", "program": "generate(9,8)", "place": "", "lines": lines + GENERATE}
 
 
+def installed(auto: str) -> bool:
+    """Whether a script of an auto class says here what its row says: those of TransformerLens belong to one version."""
+    return LENS not in auto or auto.endswith(f" {importlib.metadata.version('transformer-lens')}")
+
+
 def judged(row: dict[str, Any], one: dict[str, Any], printed: str) -> dict[str, Any]:
     """The row with what its script printed: how far off it is, or the error that it ended with."""
     try:
