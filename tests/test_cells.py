@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from kvinterp.commands.cells import Cell, loaded, loading_once, run_cells
-from kvinterp.common.store import Store, clear_cells
+from kvinterp.common.store import CellStore, clear_cells
 from writing import change_cell
 
 CALLED: list[Any] = []
@@ -51,10 +51,10 @@ def values(made: Any) -> list[int]:
 
 
 def test_what_is_finished_is_not_done_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    parts = Store(tmp_path, {"verb": "x"})
+    parts = CellStore(tmp_path, {"verb": "x"})
     run_cells(cells()[1:2], parts)
     with caplog.at_level(logging.INFO, "kvinterp"):
-        made = run_cells(cells(), Store(tmp_path, {"verb": "x"}))
+        made = run_cells(cells(), CellStore(tmp_path, {"verb": "x"}))
     assert CALLED == [1, 0, 2]
     assert f"going on in {tmp_path}: 1 of 3 parts are already there" in caplog.text
     assert list(made) == ["cell-0", "cell-1", "cell-2"]
@@ -66,7 +66,7 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path, caplog: pytest.LogCa
 @pytest.mark.parametrize("left", ["half", "nothing", "other bytes"])
 def test_a_cell_that_is_not_whole_is_never_read(tmp_path: Path, left: str, caplog: pytest.LogCaptureFixture) -> None:
     """Kept whole by its name alone: what a machine that lost its power leaves is made again."""
-    store = Store(tmp_path, {"verb": "x"})
+    store = CellStore(tmp_path, {"verb": "x"})
     run_cells(cells(), store)
     change = {
         "half": lambda content: content[: len(content) // 2],
@@ -88,17 +88,17 @@ def test_what_was_made_with_other_settings_is_not_used(
     tmp_path: Path, now: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     before = {"weights": "a", "dtype": "float16", "torch": "2", "threads": 1, "kernels": {"tf32": "off"}}
-    run_cells(cells(), Store(tmp_path, {"verb": "x", "made_with": before}))
-    other = Store(tmp_path, {"verb": "x", "made_with": before | now})
+    run_cells(cells(), CellStore(tmp_path, {"verb": "x", "made_with": before}))
+    other = CellStore(tmp_path, {"verb": "x", "made_with": before | now})
     assert other.read("cell-0") is None
     other.say_others()
     assert f"is not used: it was made with other settings ({next(iter(now))}" in caplog.text
-    assert Store(tmp_path, {"verb": "x", "made_with": before}).read("cell-0") is not None
+    assert CellStore(tmp_path, {"verb": "x", "made_with": before}).read("cell-0") is not None
 
 
 def test_cells_that_share_their_settings_may_share_a_call(tmp_path: Path) -> None:
     wanted = [Cell(str(n), together, {"by": 10}) for n in range(3)]
-    parts = Store(tmp_path, {"verb": "x"})
+    parts = CellStore(tmp_path, {"verb": "x"})
     run_cells(wanted[:1], parts)
     made = run_cells(wanted, parts)
     assert CALLED == [["0"], ["1", "2"]]

@@ -468,15 +468,15 @@ THREE = (
 
 def test_interrupted_after_one_prompt_it_says_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That it goes on from there is tests/core/commands/test_compare.py's, and every verb's with a real signal."""
-    from kvinterp.common.store import Store
+    from kvinterp.common.store import CellStore
 
-    keep = Store.keep
+    keep = CellStore.keep
 
-    def interrupted(self: Store, *part: Any) -> None:
+    def interrupted(self: CellStore, *part: Any) -> None:
         keep(self, *part)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Store, "keep", interrupted)
+    monkeypatch.setattr(CellStore, "keep", interrupted)
     made = kvinterp(*THREE, "--out", tmp_path)
     _says_what_is_there(tmp_path, made.exit_code, made.stderr)
     made = kvinterp("show", tmp_path, "--rewrite", "--no-open")

@@ -14,7 +14,7 @@ import torch
 
 import kvinterp
 from kvinterp.commands.cells import Cell, Local, engine_named, run_cells
-from kvinterp.common.store import Store
+from kvinterp.common.store import CellStore
 from kvinterp.errors import InputError
 from kvinterp.papers.ray import Ray
 
@@ -70,7 +70,7 @@ def cells_of(folder: Path, count: int = 3) -> list[Cell]:
 def test_ray_gives_what_this_process_gives(cluster: Any, tmp_path: Path) -> None:
     """Bits, order, threads, and the very bytes of the cells; a worker that ends costs its piece; an error stays an error."""
     for name, engine in (("local", Local()), ("ray", Ray())):
-        made = run_cells(cells_of(tmp_path), Store(tmp_path / name, {"verb": "x"}), engine=engine)
+        made = run_cells(cells_of(tmp_path), CellStore(tmp_path / name, {"verb": "x"}), engine=engine)
         assert list(made) == ["x-0", "x-1", "x-2"]
         assert {int(tables["table"]["threads"][0]) for tables, _ in made.values()} == {torch.get_num_threads()}
     local, ray = (

@@ -18,7 +18,7 @@ from kvinterp.commands.cells import Cell, joined
 from kvinterp.commands.circumstances import circumstances
 from kvinterp.commands.compare import Compare
 from kvinterp.common.result import Result
-from kvinterp.common.store import CellResult, Store
+from kvinterp.common.store import CellResult, CellStore
 from kvinterp.models import load_model, zoo
 
 
@@ -52,14 +52,14 @@ def test_a_checkpoint_edited_between_gives_the_table_of_the_edited_one(
 ) -> None:
     """`compare` was killed, rope_theta or the tokenizer edited, and it went on: old and new rows in one table."""
     asked = Compare(str(model), "arithmetic:2", max_new_tokens=3, stop="length", device="cpu", record="")
-    keep = Store.keep
+    keep = CellStore.keep
 
-    def cut(self: Store, *part: Any) -> None:
+    def cut(self: CellStore, *part: Any) -> None:
         keep(self, *part)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "keep", cut)
+        patch.setattr(CellStore, "keep", cut)
         with pytest.raises(KeyboardInterrupt):
             asked.run(tmp_path / "cut" / "out", progress="none", figures="none")
     edit(model)
@@ -141,16 +141,16 @@ def test_a_second_stage_is_known_from_the_first_and_taken_up_again(
     """`study paper`, interrupted, was stuck: "already holds a result"."""
     whole = study().run(None).tables["table"]
     assert list(whole["name"])[4:] == ["two-one-1", "two-one-3"]
-    keep = Store.keep
+    keep = CellStore.keep
     CALLED.clear()
 
-    def stopping(self: Store, *part: Any) -> None:
+    def stopping(self: CellStore, *part: Any) -> None:
         keep(self, *part)
         if len(CALLED) == cut:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "keep", stopping)
+        patch.setattr(CellStore, "keep", stopping)
         with pytest.raises(KeyboardInterrupt):
             study().run(tmp_path / "out")
     again = study().run(tmp_path / "out")

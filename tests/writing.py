@@ -13,7 +13,7 @@ from kvinterp.commands.cells import Cell, CellsMade
 from kvinterp.commands.compare import Compare
 from kvinterp.commands.results import check_free, is_finished, prompts_digest, prompts_of, write_result
 from kvinterp.commands.running import read_result as read_result_of
-from kvinterp.common.store import CELLS, CellResult, Store
+from kvinterp.common.store import CELLS, CellResult, CellStore
 from kvinterp.comparison import PARTS, Comparison
 from kvinterp.data import Prompt
 
@@ -45,7 +45,7 @@ class Compared:
     def __init__(self, path: Path, settings: Mapping[str, Any], asked: list[Prompt], existing: str = "error") -> None:
         chosen = {"verb": "compare", **settings, "prompts": prompts_digest(asked)}
         self.finished = check_free(path, "compare", existing) and is_finished(path, chosen)
-        self.folder, self.settings, self.store, self.asked = path, chosen, Store(path, chosen), asked
+        self.folder, self.settings, self.store, self.asked = path, chosen, CellStore(path, chosen), asked
 
     def add(self, part: Comparison) -> None:
         """Keeps one batch, a part an example."""
@@ -75,7 +75,7 @@ class Compared:
         return found if write_result(self.folder, self.settings, files, tables, summary, texts, ending=ending) else None
 
 
-def cells_made(keys: Iterable[str], store: Store) -> CellsMade:
+def cells_made(keys: Iterable[str], store: CellStore) -> CellsMade:
     """The cells of some keys, none of which can be made again."""
     return CellsMade({key: (Cell(key, print), store) for key in keys})
 

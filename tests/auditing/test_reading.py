@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 import torch
 
-from kvinterp.auditing.causes import Cause
+from kvinterp.auditing.causes import ErrorCause
 from kvinterp.auditing.checks import NUMBERS, Check
-from kvinterp.auditing.first_difference import Finding
+from kvinterp.auditing.first_difference import DifferingTensor
 from kvinterp.auditing.judging import Account, Judged
 from kvinterp.auditing.ladder import LOCAL, ONE_BY_ONE, STEPS, PrecisionRun
 from kvinterp.auditing.page import page
@@ -39,12 +39,14 @@ def rung(
     return dataclasses.replace(made, **more)
 
 
-def finding(**more: Any) -> Finding:
-    return Finding(**{"layer": 1, "tensor": "K", "module": "m.1.attn", "position": 9, "step": 9, "error": 1e-3, **more})
+def finding(**more: Any) -> DifferingTensor:
+    return DifferingTensor(
+        **{"layer": 1, "tensor": "K", "module": "m.1.attn", "position": 9, "step": 9, "error": 1e-3, **more}
+    )
 
 
 def judged(word: str = "", kernels: str = "fixed order", **more: Any) -> Judged:
-    cause = Cause(word, **more.pop("cause", {}))
+    cause = ErrorCause(word, **more.pop("cause", {}))
     return Judged(finding(**more), cause, kernels, ONE_BY_ONE)
 
 

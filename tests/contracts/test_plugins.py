@@ -14,7 +14,7 @@ import torch
 import kvinterp as kv
 from kvinterp.paths.kernels import KERNELS, kernels_named
 from kvinterp.paths.model_cache import growing_store
-from kvinterp.policies import POLICIES, CacheRows, Chain, policy_named
+from kvinterp.policies import POLICIES, CacheRows, ComposedPolicy, policy_named
 from kvinterp.policies.base import Selective
 from kvinterp.recording import PathHook
 from support import PROMPT, Case, assert_bitwise
@@ -174,7 +174,7 @@ def test_shapes_and_dtypes_are_kept_and_nothing_is_changed_in_place(grouped, nam
 
 @every_policy
 def test_write_and_read_change_nothing_in_place(grouped, name):
-    """Asked by themselves: a store hands over views of its own memory."""
+    """PatchRequest by themselves: a store hands over views of its own memory."""
     policy = POLICIES[name]().start(grouped(2).facts)
     keys, values = torch.randn(2, 1, 2, 7, WIDTH)
     given = keys.clone(), values.clone()
@@ -255,7 +255,11 @@ def test_composition_is_associative_and_has_a_text_form(grouped, name):
     """With the two policies that are listed after it."""
     names, given = [*POLICIES], rows()
     a, b, c = (POLICIES[names[(names.index(name) + more) % len(names)]]() for more in range(3))
-    flat, left, right = Chain((a, b, c)), Chain((Chain((a, b)), c)), Chain((a, Chain((b, c))))
+    flat, left, right = (
+        ComposedPolicy((a, b, c)),
+        ComposedPolicy((ComposedPolicy((a, b)), c)),
+        ComposedPolicy((a, ComposedPolicy((b, c)))),
+    )
     assert str(flat) == str(left) == str(right)
     assert policy_named(str(flat)) == flat
     one, *others = (tried(lambda policy=policy: fed(grouped(2), policy, given)) for policy in (flat, left, right))

@@ -15,7 +15,7 @@ from kvinterp.errors import UnsupportedError
 from kvinterp.papers.behaviour.scores import AGAIN, CONTROL, METRICS
 from kvinterp.papers.studies.equivalent_noise import EquivalentNoise, error_of_policy, pooled
 from kvinterp.papers.studies.kv_error import KvError, behaviour_of
-from kvinterp.policies import CacheRows, Chain, Policy, policy_named
+from kvinterp.policies import CacheRows, ComposedPolicy, Policy, policy_named
 from support import Case
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,7 @@ def test_rows_that_are_let_go_of_are_no_error_of_those_that_stay(load: Any) -> N
     # Ten after each forward, and the newest row before the last one is let go of.
     assert set(table["rows_kept"]) == {11}
     assert (table[["e2", "flipped", "zeroed"]] == 0).all(axis=None)
-    noisy = error_of_policy(adapter, prompts, Chain((Newest(), policy_named("uniform(0.5,0.5)"))), 3)
+    noisy = error_of_policy(adapter, prompts, ComposedPolicy((Newest(), policy_named("uniform(0.5,0.5)"))), 3)
     assert pooled(noisy, ["tensor"])["bias"].to_numpy() == pytest.approx(0.5, abs=1e-6)
     with pytest.raises(UnsupportedError, match="chooses rows by what it sees"):
         error_of_policy(adapter, prompts, Watching(), 3)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from kvinterp.auditing.blocks import BlockHooks, BlockModel, Reference
-from kvinterp.auditing.first_difference import Finding, Sight, paired, recomputed
+from kvinterp.auditing.first_difference import DifferingTensor, Sight, paired, recomputed
 from kvinterp.auditing.ladder import unit_roundoff
 from kvinterp.auditing.values import narrower
 from kvinterp.auditing.watch import CHOICE, Event
@@ -52,7 +52,7 @@ allowed.
 
 
 @dataclasses.dataclass(frozen=True)
-class Cause:
+class ErrorCause:
     """What takes an error away.
 
     Attributes:
@@ -163,7 +163,9 @@ def coarsest(casts: dict[str, tuple[str, ...]]) -> str:
     return max(casts, key=lambda name: torch.finfo(getattr(torch, name)).eps) if casts else ""
 
 
-def beyond_truth(adapter: Adapter, sight: Sight, unit: float) -> tuple[Finding | None, bool]:
+def beyond_truth(
+    adapter: Adapter, sight: Sight, unit: float
+) -> tuple[DifferingTensor | None, bool]:
     """The first tensor that a cached step has further from float64's than the recomputation has it,
     or None.
 
@@ -185,7 +187,7 @@ def beyond_truth(adapter: Adapter, sight: Sight, unit: float) -> tuple[Finding |
     if truth is None:
         raise RuntimeError("the model cannot be run in float64 on the same inputs")
     findings = {(f.tensor, f.module): f for f in reversed(sight.findings(0.0))}
-    first: Finding | None = None
+    first: DifferingTensor | None = None
     for event, other, true in paired(sight.mine, sight.theirs, truth):
         finding = findings.get((event.name, event.module))
         if event.name == CHOICE and other is not None and event.chosen != other.chosen:

@@ -56,7 +56,7 @@ class Feed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class DifferingTensor:
     """A tensor whose difference is larger than a threshold.
 
     Attributes:
@@ -114,7 +114,7 @@ class Sight:
     both_cast: frozenset[str] = frozenset()
     ends: frozenset[tuple[str, str]] = frozenset()
 
-    def is_end(self, finding: Finding) -> bool:
+    def is_end(self, finding: DifferingTensor) -> bool:
         """Whether it is of what the block computes: another form of keys or of a state is no
         error.
         """
@@ -125,7 +125,7 @@ class Sight:
             or (finding.tensor, finding.module) in self.ends
         )
 
-    def error(self, tensors: Iterable[Finding]) -> float:
+    def error(self, tensors: Iterable[DifferingTensor]) -> float:
         """The largest error of those that are of what the block computes."""
         return max((f.error for f in tensors if self.is_end(f)), default=0.0)
 
@@ -147,16 +147,18 @@ class Sight:
                 if lost is not None:
                     self.lost[event.module] = lost
 
-    def findings(self, threshold: float) -> list[Finding]:
+    def findings(self, threshold: float) -> list[DifferingTensor]:
         """The tensors that differ by more, in the order in which they were computed, up to a choice
         that differs.
         """
-        differing: list[Finding] = []
+        differing: list[DifferingTensor] = []
         newest = self.feed.stop - 1
         position = newest if self.feed.row is None else self.feed.row
 
         def add(event: Event, name: str, where: int, error: float, near: bool = False) -> None:
-            differing.append(Finding(self.layer, name, event.module, where, position, error, near))
+            differing.append(
+                DifferingTensor(self.layer, name, event.module, where, position, error, near)
+            )
 
         for event, other in paired(self.mine, self.theirs):
             if event.name == "attention output" and event.module in self.hidden:
@@ -180,7 +182,7 @@ class Sight:
         return differing
 
 
-Differing = dict[int, tuple[Sight, list[Finding]]]
+Differing = dict[int, tuple[Sight, list[DifferingTensor]]]
 """What was seen of each block that differs, by layer, and the tensors that do, in the order in
 which they were computed.
 """
@@ -192,7 +194,7 @@ def differing(sights: Iterable[dict[int, Sight]], threshold: float) -> Differing
 
     The first of these has the position at which it was seen first.
     """
-    several_by_layer: dict[int, list[tuple[Sight, list[Finding]]]] = {}
+    several_by_layer: dict[int, list[tuple[Sight, list[DifferingTensor]]]] = {}
     for each in sights:
         for layer, sight in each.items():
             if tensors := sight.findings(threshold):

@@ -16,7 +16,7 @@ import torch
 
 from kvinterp.auditing.blocks import BlockModel, referenced
 from kvinterp.auditing.causes import (
-    Cause,
+    ErrorCause,
     WithoutCasts,
     beyond_truth,
     coarsest,
@@ -25,8 +25,8 @@ from kvinterp.auditing.causes import (
 )
 from kvinterp.auditing.first_difference import (
     Differing,
+    DifferingTensor,
     Feed,
-    Finding,
     Sight,
     differing,
     largest,
@@ -114,8 +114,8 @@ class Judged:
         beside: The names of all tensors that differ with it.
     """
 
-    finding: Finding
-    cause: Cause
+    finding: DifferingTensor
+    cause: ErrorCause
     kernels: str
     fed: str
     beside: frozenset[str] = frozenset()
@@ -186,7 +186,7 @@ class PrecisionJudge:
                     if left > band(
                         torch.float64 if self.dtype == torch.float32 else torch.float32, self.terms
                     ):
-                        judged.cause = Cause("", left=left, detail="there in float64 too")
+                        judged.cause = ErrorCause("", left=left, detail="there in float64 too")
                     continue
             except (
                 Exception
@@ -198,24 +198,27 @@ class PrecisionJudge:
             if kernel and wrong is None:
                 # Where the recomputation is as far from float64, no kernel is coarse: the tensor is
                 # hard to compute.
-                judged.cause = Cause(
+                judged.cause = ErrorCause(
                     "order",
                     detail=f"{GONE}; the recomputation is as far from float64 on the same inputs",
                 )
             elif not kernel and wrong is not None and (wrong.error > self.limit or not gone):
                 detail = "further from float64 on the same inputs than the recomputation"
-                judged.finding, judged.cause = wrong, Cause("", left=wrong.error, detail=detail)
+                judged.finding, judged.cause = (
+                    wrong,
+                    ErrorCause("", left=wrong.error, detail=detail),
+                )
         self.open = []
         return self._ordered()
 
-    def _without_float64(self, finding: Finding, error: Exception) -> Cause:
+    def _without_float64(self, finding: DifferingTensor, error: Exception) -> ErrorCause:
         """What is nearer to the tensor itself than to rounding, on a scale of logarithms, is none;
         all else is unknown.
         """
         if finding.error > self.limit**0.5:
             said = f"further off than the root of what {self.name} rounds ({reason(error)})"
-            return Cause("", left=finding.error, detail=said)
-        return Cause("unknown", detail=reason(error))
+            return ErrorCause("", left=finding.error, detail=said)
+        return ErrorCause("unknown", detail=reason(error))
 
     def _ordered(self) -> list[Judged]:
         self.adapter = None  # So that it is not kept while another copy is made.
@@ -238,7 +241,11 @@ class PrecisionJudge:
                 self._explain(case, sight, tensors, remaining)
 
     def _explain(
-        self, case: Case, sight: Sight, tensors: list[Finding], left: list[Finding] | None
+        self,
+        case: Case,
+        sight: Sight,
+        tensors: list[DifferingTensor],
+        left: list[DifferingTensor] | None,
     ) -> None:
         """One block that differs with a fixed order: a cast's, rounding's, or nobody's."""
         kernels = "fixed order" if case.side is self.run.fixed else "none fixed"
@@ -253,28 +260,28 @@ class PrecisionJudge:
         if sight.casts and left is not None and (worst == 0 or shrunk):
             cause = _cast(sight, first, worst, "gone with the casts left out")
         elif not finest:
-            cause = Cause(
+            cause = ErrorCause(
                 "rounding",
                 left=worst,
                 detail="as far from float64 on the same inputs as the recomputation",
             )
         elif beyond is None:
-            cause = Cause("rounding", left=worst, detail="of the size that float64 rounds")
+            cause = ErrorCause("rounding", left=worst, detail="of the size that float64 rounds")
         else:
             found = self._tried(
                 case, WithoutCasts("fixed"), [sight.layer], float64_constants(self.adapter)
             )
             if found is not None and largest(found) <= self.limit:
                 said = "gone with the casts left out and constants computed in float64"
-                cause = Cause("cast", "float32", first.module, largest(found), said)
+                cause = ErrorCause("cast", "float32", first.module, largest(found), said)
             elif self._same_logits(case, beyond.error):
-                cause = Cause(
+                cause = ErrorCause(
                     "form",
                     left=beyond.error,
                     detail="held otherwise between blocks: the logits agree",
                 )
             else:
-                first, cause = beyond, Cause("", left=beyond.error)
+                first, cause = beyond, ErrorCause("", left=beyond.error)
         judged = self._add(case, first, tensors, cause, kernels)
         if cause.word == "rounding" and not finest:
             self.open.append((judged, sight, case))
@@ -306,7 +313,7 @@ class PrecisionJudge:
                     return True
         return False
 
-    def _another_form(self, case: Case, wrong: Finding, proven: bool) -> bool:
+    def _another_form(self, case: Case, wrong: DifferingTensor, proven: bool) -> bool:
         """Whether a block computes the same in float64 with that tensor as different: then it is
         held in another form.
 
@@ -348,15 +355,17 @@ class PrecisionJudge:
         if not self.found:
             self._show_first()
 
-    def _kernel(self, case: Case, sight: Sight, tensors: list[Finding], gone: bool) -> Cause:
+    def _kernel(
+        self, case: Case, sight: Sight, tensors: list[DifferingTensor], gone: bool
+    ) -> ErrorCause:
         """Why a block differs by more than rounding with the machine's kernels; ``gone``: with a
         fixed order it does not.
         """
         first, error = tensors[0], sight.error(tensors)
         if not gone:
-            return Cause("", left=first.error)
+            return ErrorCause("", left=first.error)
         if first.tensor == CHOICE and first.nearly_equal:
-            return Cause("choice", detail=GONE)
+            return ErrorCause("choice", detail=GONE)
         if sight.casts:
             left = self._without_casts(case, sight.layer)
             # What only a cached step casts, and a fixed order takes away, is inside its kernel.
@@ -375,19 +384,19 @@ class PrecisionJudge:
                 else math.inf
             )
             if left <= self.limit:
-                return Cause(
+                return ErrorCause(
                     "cast",
                     "float32",
                     first.module,
                     left,
                     "gone with the casts left out, and with a fixed order",
                 )
-            return Cause(
+            return ErrorCause(
                 "", left=error, detail=f"{GONE}, but more than any order of additions can be off"
             )
         # Float64 has nothing beside it that would tell a coarse kernel from a tensor that is hard
         # to compute.
-        return Cause("order" if self.dtype == torch.float64 else "kernel", detail=GONE)
+        return ErrorCause("order" if self.dtype == torch.float64 else "kernel", detail=GONE)
 
     def _without_casts(self, case: Case, layer: int) -> float:
         """The error that is left in a block without the model's casts; inf where it does not run
@@ -411,12 +420,17 @@ class PrecisionJudge:
         row = off.sort_values(["layer", "position", "prefill"]).iloc[0]
         case = Case.of(row, self.run)
         for _, tensors in self._look(case, None, [int(row["layer"])]).values():
-            self._add(case, tensors[0], tensors, Cause("order", detail=GONE), "native")
+            self._add(case, tensors[0], tensors, ErrorCause("order", detail=GONE), "native")
 
     # Shared ---------------------------------------------------------------------------------------
 
     def _add(
-        self, case: Case, finding: Finding, beside: Sequence[Finding], cause: Cause, kernels: str
+        self,
+        case: Case,
+        finding: DifferingTensor,
+        beside: Sequence[DifferingTensor],
+        cause: ErrorCause,
+        kernels: str,
     ) -> Judged:
         self.found.append(
             Judged(finding, cause, kernels, case.fed, frozenset(one.tensor for one in beside))
@@ -467,14 +481,14 @@ class PrecisionJudge:
             return differing(look(hooks, case.feeds(plan), layers), threshold)
 
 
-def _cast(sight: Sight, first: Finding, left: float, detail: str) -> Cause:
+def _cast(sight: Sight, first: DifferingTensor, left: float, detail: str) -> ErrorCause:
     """The narrowest cast of a block as the cause, by the module that makes it: the finding's own
     where it does.
     """
     lower = coarsest(sight.casts)
     casting = sight.casts[lower]
     module = next((m for m in casting if m.startswith(first.module)), casting[0])
-    return Cause("cast", lower, module, left, detail)
+    return ErrorCause("cast", lower, module, left, detail)
 
 
 def _cases(

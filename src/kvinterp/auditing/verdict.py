@@ -53,7 +53,7 @@ class Verdict(Result):
             attention mask, residual sum, a module, ...; or the exercise that failed.
         module: The module it belongs to.
         evidence: A dictionary a rung (see :meth:`PrecisionRun.summary`), with ``first_tensor`` (see
-            :class:`Finding`) where one was looked for, what takes its error away, and whether the
+            :class:`DifferingTensor`) where one was looked for, what takes its error away, and whether the
             parts account for the whole.
         checks: What was exercised and what not, each with what it showed.
         notes: What a reader should know beside the verdict.

@@ -12,11 +12,11 @@ from typing import Any
 from kvinterp.commands.kit import (
     Cell,
     CellResult,
+    CellResults,
     Chart,
     Charts,
     OfModel,
     Panel,
-    Parts,
     Result,
     Rows,
     finding_from,
@@ -72,9 +72,9 @@ class Attention(
             shown = attention_comparison(text, most=self.most)
         return {"heads": shown.heads}, {"page": shown.page.html(), "step": shown.page.step}
 
-    def reduce(self, parts: Parts) -> Result:
+    def reduce(self, results: CellResults) -> Result:
         """The table of heads, and the page beside it."""
-        ((tables, about),) = parts.values()
+        ((tables, about),) = results.values()
         return Result(
             tables, {"provenance": self.provenances(), "step": about["step"]}, {PAGE: about["page"]}
         )

@@ -42,7 +42,7 @@ Tables: TypeAlias = dict[str, pd.DataFrame]
 Rows: TypeAlias = Iterable[Finding]
 """What was found, a row each."""
 Charts: TypeAlias = dict[str, Chart]
-Parts: TypeAlias = Mapping[str, CellResult]
+CellResults: TypeAlias = Mapping[str, CellResult]
 """What each cell gave, by its key."""
 
 SAID, WIDTH = 5, 120
@@ -125,29 +125,29 @@ class Experiment:
         """The pieces of work, once :meth:`check` has looked at what was given."""
         return []
 
-    def second_stage(self, parts: Parts) -> list[Cell]:
+    def second_stage(self, results: CellResults) -> list[Cell]:
         """The cells of a second stage, which are known only from what the first gave: on the
         examples of the highest KL, say.
 
         Args:
-            parts: What every cell of the first stage gave. A run that is taken up again asks once
+            results: What every cell of the first stage gave. A run that is taken up again asks once
                 more, so that the answer must rest on this and on the choices alone.
         """
         return []
 
-    def reduce(self, parts: Parts) -> Result:
+    def reduce(self, results: CellResults) -> Result:
         """What the cells come to: its tables, and what ran.
 
         Args:
-            parts: What each cell gave, by its key; some where an interrupted run writes what it
+            results: What each cell gave, by its key; some where an interrupted run writes what it
                 has.
         """
-        tables = self.tables(parts)
+        tables = self.tables(results)
         return Result(tables, {**self.summary(tables), "provenance": self.provenances()})
 
-    def tables(self, parts: Parts) -> Tables:
+    def tables(self, results: CellResults) -> Tables:
         """Its tables, those of all models one below the other."""
-        return joined(parts)
+        return joined(results)
 
     def summary(self, tables: Tables) -> dict[str, Any]:
         """What ``summary.json`` holds beside the provenance."""

@@ -26,7 +26,7 @@ import pandas as pd
 from kvinterp.common.collecting import as_always
 from kvinterp.common.progress import counting
 from kvinterp.common.spec import by_name, read
-from kvinterp.common.store import CellResult, Store
+from kvinterp.common.store import CellResult, CellStore
 from kvinterp.common.wings import handed, taken
 from kvinterp.errors import visible
 from kvinterp.models import Adapter
@@ -65,7 +65,7 @@ class Cell:
 
 def run_cells(
     cells: Sequence[Cell],
-    store: Store | None = None,
+    store: CellStore | None = None,
     progress: str = "bar",
     engine: Engine | None = None,
 ) -> CellsMade:
@@ -204,22 +204,22 @@ def groups(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
         yield list(group)
 
 
-def joined(parts: Mapping[str, CellResult], part: str = "") -> dict[str, pd.DataFrame]:
+def joined(results: Mapping[str, CellResult], part: str = "") -> dict[str, pd.DataFrame]:
     """The tables of all cells, or of those with a word in their key, by name; those of one below
     those of another.
     """
-    return stacked(tables for tables, _ in those(parts, part).values())
+    return stacked(tables for tables, _ in those(results, part).values())
 
 
-def those(parts: Mapping[str, CellResult], part: str) -> dict[str, CellResult]:
+def those(results: Mapping[str, CellResult], part: str) -> dict[str, CellResult]:
     """What those cells gave that have a word in their key."""
-    return {key: parts[key] for key in parts if part in key}
+    return {key: results[key] for key in results if part in key}
 
 
-def stacked(parts: Iterable[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:
+def stacked(several: Iterable[Mapping[str, pd.DataFrame]]) -> dict[str, pd.DataFrame]:
     """Tables by name, each the tables of that name one below the other."""
     by_name: dict[str, list[pd.DataFrame]] = {}
-    for tables in parts:
+    for tables in several:
         for name, table in tables.items():
             by_name.setdefault(name, []).append(table)
     return {name: pd.concat(tables, ignore_index=True) for name, tables in by_name.items()}

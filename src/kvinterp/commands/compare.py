@@ -12,8 +12,8 @@ import pandas as pd
 from kvinterp.commands.kit import (
     DRAWN,
     Cell,
+    CellResults,
     OfModel,
-    Parts,
     Result,
     Rows,
     Tables,
@@ -87,11 +87,11 @@ class Compare(OfModel, of="kvinterp.comparison.comparing:compare", without=("con
         """With the sites and layers that this model can give."""
         return {**super().settings(), **self._recorded()}
 
-    def reduce(self, tables_of_parts: Parts) -> Result:
+    def reduce(self, results: CellResults) -> Result:
         """The comparison of all prompts that are finished, in the order of their numbers."""
-        parts = (tables_of_parts[key] for _, key in sorted(numbered(tables_of_parts).items()))
+        in_order = (results[key] for _, key in sorted(numbered(results).items()))
         comparison = Comparison.joined(
-            Comparison(**tables, provenance=about) for tables, about in parts
+            Comparison(**tables, provenance=about) for tables, about in in_order
         )
         comparison.prompts = self.prompt_list
         for row in comparison.failures.to_dict("records"):

@@ -11,8 +11,8 @@ from typing import Any
 from kvinterp.commands.kit import (
     Cell,
     CellResult,
+    CellResults,
     OfModel,
-    Parts,
     Result,
     joined,
     option,
@@ -55,8 +55,8 @@ class Decompose(
         split = decompose(self.adapter(), self.prompt_list, **options)
         return split.tables, split.provenance
 
-    def reduce(self, parts: Parts) -> Result:
+    def reduce(self, results: CellResults) -> Result:
         """The split over all of them."""
-        tables = joined(parts)
-        about = next(about for _, about in parts.values())
+        tables = joined(results)
+        about = next(about for _, about in results.values())
         return Decomposition(tables["decomposition"], tables["layers"], about)

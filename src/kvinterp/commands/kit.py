@@ -4,11 +4,11 @@ they are defined.
 
 from kvinterp import metrics
 from kvinterp.commands.base import (
+    CellResults,
     Charts,
     Experiment,
     OfModel,
     OfModels,
-    Parts,
     Rows,
     Tables,
     numbered,

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvinterp.commands.kit import (
     Cell,
+    CellResults,
     OfModel,
-    Parts,
     Result,
     check_known,
     joined,
@@ -130,9 +130,9 @@ class Patch(
             swept = sweep(adapter, prompts, **settings)
             keep(key, swept.tables, swept.provenance)
 
-    def reduce(self, parts: Parts) -> Result:
+    def reduce(self, results: CellResults) -> Result:
         """The sweep over all of them."""
-        tables, abouts = joined(parts), [about for _, about in parts.values()]
+        tables, abouts = joined(results), [about for _, about in results.values()]
         if len(tables["controls"]):
             # Those of the prompts, and behind them the planted ones.
             planted = tables["controls"]["control"].str.startswith("planted")

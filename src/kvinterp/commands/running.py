@@ -31,7 +31,7 @@ from kvinterp.commands.results import (
 from kvinterp.common.checks import check_choice, check_known, check_unread
 from kvinterp.common.files import SUMMARY, is_file, write_whole
 from kvinterp.common.result import Result
-from kvinterp.common.store import CELLS, Store
+from kvinterp.common.store import CELLS, CellStore
 from kvinterp.data import load_prompts
 from kvinterp.errors import InputError, unexpected, unknown
 from kvinterp.findings import findings_of
@@ -113,33 +113,33 @@ def _run(
     with loading_once():
         cells = experiment.cells()
         settings = experiment.settings() if out is not None else asked(experiment)
-        store = None if out is None else Store(out, settings)
+        store = None if out is None else CellStore(out, settings)
         if out is not None and there and is_finished(out, settings):
             return read_result(experiment, out)
         if store is not None:
             store.say_others()
         options = (store, progress, worker)
         try:
-            parts = run_cells(cells, *options)
-            if second := experiment.second_stage(parts):
+            results = run_cells(cells, *options)
+            if second := experiment.second_stage(results):
                 cells += second
-                parts |= run_cells(second, *options)
+                results |= run_cells(second, *options)
         except KeyboardInterrupt:
             if store is not None and experiment.PARTIAL == "yes":
                 log.warning(
                     "interrupted: tables of what is finished are being written; interrupt again to leave without"
                 )
-                parts = CellsMade({cell.key: (cell, store) for cell in cells}).finished()
-                if parts:
+                results = CellsMade({cell.key: (cell, store) for cell in cells}).finished()
+                if results:
                     write(
                         experiment,
                         store.folder,
                         settings,
-                        experiment.reduce(parts),
+                        experiment.reduce(results),
                         ending="interrupted",
                     )
             raise
-        result = experiment.reduce(parts)
+        result = experiment.reduce(results)
         if out is None:
             result.settings, result.choices = settings, experiment.choices()
             return with_findings(experiment, result)

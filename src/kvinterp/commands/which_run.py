@@ -11,8 +11,8 @@ from typing import Any
 from kvinterp.commands.kit import (
     Cell,
     CellResult,
+    CellResults,
     OfModel,
-    Parts,
     Result,
     joined,
     option,
@@ -86,10 +86,10 @@ class WhichRunWrote(
         )
         return found.tables, found.provenance
 
-    def reduce(self, parts: Parts) -> Result:
+    def reduce(self, results: CellResults) -> Result:
         """All texts."""
-        tables = joined(parts)
-        about = next(about for _, about in parts.values())
+        tables = joined(results)
+        about = next(about for _, about in results.values())
         return WhichRun(tables["distances"], tables["readouts"], tables["texts"], about)
 
     def page_parts(self, result: Any) -> list[Any]:

@@ -40,7 +40,7 @@ determine its numbers.
 """
 
 
-class Store:
+class CellStore:
     """The cells of a run.
 
     Args:

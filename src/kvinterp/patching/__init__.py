@@ -4,7 +4,7 @@ parts.
 
 from kvinterp.patching.ablations import Ablation
 from kvinterp.patching.around import patched
-from kvinterp.patching.bench import DONORS, Asked, PatchAnswer, PatchBench
+from kvinterp.patching.bench import DONORS, PatchAnswer, PatchBench, PatchRequest
 from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
 from kvinterp.patching.continuing import PatchedGeneration, patched_generation
 from kvinterp.patching.decomposition import Decomposition, decompose
@@ -26,12 +26,12 @@ __all__ = [
     "SWEEPS",
     "Ablation",
     "ActivationPatching",
-    "Asked",
     "Cause",
     "Decomposition",
     "Patch",
     "PatchAnswer",
     "PatchBench",
+    "PatchRequest",
     "PatchedGeneration",
     "Plant",
     "Steering",

@@ -61,7 +61,7 @@ DONORS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class PatchRequest:
     """One patch of one prompt, as data.
 
     Attributes:
@@ -132,7 +132,7 @@ class PatchAnswer:
     uncertain step is most of the KL.
 
     Attributes:
-        asked: The patch.
+        request: The patch.
         recovery: ``1 - d_after / d_before`` of the L2 distance; NaN if there is nothing to recover,
             as with an ablation.
         why: Why ``recovery`` is NaN and what to do instead; else empty.
@@ -156,7 +156,7 @@ class PatchAnswer:
         seconds: How long the answer took.
     """
 
-    asked: Asked
+    request: PatchRequest
     recovery: float
     why: str
     d_before: float
@@ -178,14 +178,14 @@ class PatchAnswer:
     def __repr__(self) -> str:
         """Names the patch and its effect in one line."""
         lead, *rest = self.sentences()
-        return f"<PatchAnswer to {self.asked}: {lead} {'. '.join(rest)}.>"
+        return f"<PatchAnswer to {self.request}: {lead} {'. '.join(rest)}.>"
 
     @property
     def within_null(self) -> bool:
         """Whether the whole difference is no larger than that of two recomputations: what is
         recovered of it is rounding.
         """
-        whole = self.d_after if self.asked.ablates else self.d_before
+        whole = self.d_after if self.request.ablates else self.d_before
         return 0 < whole <= self.null
 
     def sentences(self) -> list[str]:
@@ -194,7 +194,7 @@ class PatchAnswer:
         before, after = exactly(self.d_before), exactly(self.d_after)
         kl_before, kl_after = (exactly(value, "nats") for value in (self.kl_before, self.kl_after))
         null = f"two recomputations of the same positions differ by an L2 of up to {exactly(self.null)}"
-        if self.asked.ablates:
+        if self.request.ablates:
             lines = [
                 f"L2 distance of the logits {after}, KL(unpatched || patched) {kl_after}",
                 f"mean {over}. An ablation restores nothing, so there is no recovery: this is what it changes",
@@ -316,15 +316,15 @@ class PatchBench:
 
         Args:
             prompt: A text, a prompt or token ids.
-            site: As in :class:`Asked`, or a hook by TransformerLens's name, which names the layer
+            site: As in :class:`PatchRequest`, or a hook by TransformerLens's name, which names the layer
                 too.
-            layer: As in :class:`Asked`.
-            head: As in :class:`Asked`.
-            step: As in :class:`Asked`.
-            direction: As in :class:`Asked`.
+            layer: As in :class:`PatchRequest`.
+            head: As in :class:`PatchRequest`.
+            step: As in :class:`PatchRequest`.
+            direction: As in :class:`PatchRequest`.
             top: How many top tokens of each run to return.
-            positions: As in :class:`Asked`.
-            donor: As in :class:`Asked`.
+            positions: As in :class:`PatchRequest`.
+            donor: As in :class:`PatchRequest`.
             other: Another prompt, for the donor ``"prompt"``.
 
         Raises:
@@ -335,7 +335,7 @@ class PatchBench:
         site, hook_layers = one_site(self.adapter, site, None)
         layers = chosen_layers(self.adapter, hook_layers or layer)
         layer = layers[0] if len(layers) == 1 else tuple(layers)
-        question = Asked(site, layer, head, step, positions, direction, donor)
+        question = PatchRequest(site, layer, head, step, positions, direction, donor)
         if donor != "prompt":
             check_unread(
                 "other",
@@ -346,7 +346,7 @@ class PatchBench:
         self.turn_to(prompt, other)
         return self.answer(question, top)
 
-    def answer(self, question: Asked, top: int = 5) -> PatchAnswer:
+    def answer(self, question: PatchRequest, top: int = 5) -> PatchAnswer:
         """Answers a question about the prompt that :meth:`turn_to` set, as :meth:`ask` does."""
         started, top = time.perf_counter(), check_whole("top", top)
         steps, pair, logits, changed, distances = self._measure(question)
@@ -367,7 +367,7 @@ class PatchBench:
         largest = int(distances["kl"][int(question.ablates), 1:].argmax())
         runs = ("unpatched", "patched") if question.ablates else ("donor", "unpatched", "patched")
         return PatchAnswer(
-            asked=question,
+            request=question,
             recovery=recovery["l2"][0],
             why="" if question.ablates else metrics.why_undefined(len(steps), before[0], before[0]),
             d_before=before[0],
@@ -455,7 +455,7 @@ class PatchBench:
         )
         return self._trace(form, "prompt") if trace is None else trace
 
-    def _trace(self, form: str, name: str, question: Asked | None = None) -> Trace:
+    def _trace(self, form: str, name: str, question: PatchRequest | None = None) -> Trace:
         """A path's trace of ``"prompt"`` or ``"other"``, with the site of a question."""
         # All positions are recorded at the question's layers only, the newest position at every
         # layer.
@@ -488,7 +488,7 @@ class PatchBench:
     # The patched run ------------------------------------------------------------------------------
 
     def _measure(
-        self, question: Asked
+        self, question: PatchRequest
     ) -> tuple[
         list[int], tuple[int, int], Float[Tensor, "run step vocab"], bool, dict[str, Tensor]
     ]:
@@ -545,7 +545,7 @@ class PatchBench:
         )
         return steps, pair, logits, changed, distances
 
-    def _donor(self, question: Asked) -> Trace | Ablation:
+    def _donor(self, question: PatchRequest) -> Trace | Ablation:
         if question.ablates:
             return ZERO
         if question.donor == "path":
@@ -558,7 +558,7 @@ class PatchBench:
         return self._trace(question.into, "other", question)
 
     def _run_patched(
-        self, question: Asked, patch: Patch, steps: Sequence[int]
+        self, question: PatchRequest, patch: Patch, steps: Sequence[int]
     ) -> tuple[Float[Tensor, "step vocab"], bool]:
         """The logits of the patched path at each step, and whether the patch changed anything."""
         fed, prompt = self.fed, list(self.prompt)

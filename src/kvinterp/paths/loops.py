@@ -32,7 +32,7 @@ from kvinterp.paths.model_cache import Stores, path_store, uncached
 from kvinterp.paths.path import ExecutionPath, Recompute
 from kvinterp.paths.smoothing import Recomputed, Smoothed
 from kvinterp.paths.store import Store, policy_listeners
-from kvinterp.policies import CacheRows, Chain
+from kvinterp.policies import CacheRows, ComposedPolicy
 from kvinterp.recording import LOGITS, PathHook
 
 log = logging.getLogger("kvinterp")
@@ -264,7 +264,8 @@ class Runner:
         beside = Recompute(dtype=path.dtype, chunk=path.chunk, kernels=path.kernels)
         self._beside = Runner(self.adapter, beside, prompt, max_new_tokens, [recomputed])
         return dataclasses.replace(
-            path, policy=Chain((Smoothed(float(path.smooth or 0), recomputed), path.policy))
+            path,
+            policy=ComposedPolicy((Smoothed(float(path.smooth or 0), recomputed), path.policy)),
         )
 
     def _stores(

@@ -322,42 +322,42 @@ class Selective(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class Chain(Policy):
+class ComposedPolicy(Policy):
     """Several policies. Each writes and keeps rows of those that the one before it left; reading
     goes the other way.
 
     Attributes:
-        parts: The policies, the first one nearest to the model.
+        policies: The policies, the first one nearest to the model.
     """
 
-    parts: tuple[Policy, ...] = ()
+    policies: tuple[Policy, ...] = ()
 
-    def start(self, facts: ModelInfo) -> Chain:
+    def start(self, facts: ModelInfo) -> ComposedPolicy:
         """A chain of the parts' running policies."""
-        return Chain(tuple(part.start(facts) for part in self.parts))
+        return ComposedPolicy(tuple(policy.start(facts) for policy in self.policies))
 
     def write(self, keys: Tensor, values: Tensor, cache_rows: CacheRows) -> KV:
         """Writes through the parts from first to last."""
-        for part in self.parts:
-            keys, values = part.write(keys, values, cache_rows)
+        for policy in self.policies:
+            keys, values = policy.write(keys, values, cache_rows)
         return keys, values
 
     def read(self, keys: Tensor, values: Tensor, cache_rows: CacheRows) -> KV:
         """Reads through the parts from last to first."""
-        for part in reversed(self.parts):
-            keys, values = part.read(keys, values, cache_rows)
-            cache_rows = dataclasses.replace(cache_rows, remade=cache_rows.remade or part.reads)
+        for policy in reversed(self.policies):
+            keys, values = policy.read(keys, values, cache_rows)
+            cache_rows = dataclasses.replace(cache_rows, remade=cache_rows.remade or policy.reads)
         return keys, values
 
     def keep(
         self, keys: Tensor, values: Tensor, cache_rows: CacheRows
     ) -> Int[Tensor, "*batch_and_kv_head kept"] | None:
-        """The rows that all parts keep; each part chooses among those that the parts before it
+        """The rows that all parts keep; each policy chooses among those that the parts before it
         left.
         """
         left: Tensor | None = None
-        for part in self.parts:
-            if (rows := part.keep(keys, values, cache_rows)) is not None:
+        for policy in self.policies:
+            if (rows := policy.keep(keys, values, cache_rows)) is not None:
                 every = rows.expand(*keys.shape[:2], -1)
                 cache_rows = dataclasses.replace(
                     cache_rows, positions_left=positions_of(cache_rows, keys).gather(2, every)
@@ -367,43 +367,45 @@ class Chain(Policy):
         return left
 
     def bits_stored(self, tensor: str, width: int) -> float | None:
-        """The bits of the last part that has a format of its own."""
+        """The bits of the last policy that has a format of its own."""
         formats = [
-            bits for part in self.parts if (bits := part.bits_stored(tensor, width)) is not None
+            bits
+            for policy in self.policies
+            if (bits := policy.bits_stored(tensor, width)) is not None
         ]
         return formats[-1] if formats else None
 
     def exact_rows(self, tensor: str, context: int) -> int:
-        """Those of the last part that has a format of its own."""
-        formats = [part for part in self.parts if part.bits_stored(tensor, 1) is not None]
+        """Those of the last policy that has a format of its own."""
+        formats = [policy for policy in self.policies if policy.bits_stored(tensor, 1) is not None]
         return formats[-1].exact_rows(tensor, context) if formats else 0
 
     @property
     def sites(self) -> tuple[str, ...]:
         """The sites of all parts."""
-        return tuple(dict.fromkeys(site for part in self.parts for site in part.sites))
+        return tuple(dict.fromkeys(site for policy in self.policies for site in policy.sites))
 
     def see(self, site: str, tensor: Tensor, cache_rows: CacheRows) -> None:
         """Passes a site to the parts that name it."""
-        for part in self.parts:
-            if site in part.sites:
-                part.see(site, tensor, cache_rows)
+        for policy in self.policies:
+            if site in policy.sites:
+                policy.see(site, tensor, cache_rows)
 
     @property
     def depends_on(self) -> tuple[str, ...]:
         """The dependencies of all parts."""
-        return tuple(dict.fromkeys(name for part in self.parts for name in part.depends_on))
+        return tuple(dict.fromkeys(name for policy in self.policies for name in policy.depends_on))
 
     @property
     def evicts(self) -> bool:
-        """Whether any part evicts."""
-        return any(part.evicts for part in self.parts)
+        """Whether any policy evicts."""
+        return any(policy.evicts for policy in self.policies)
 
     @property
     def reads(self) -> bool:
-        """Whether any part reads other numbers than the cache keeps."""
-        return any(part.reads for part in self.parts)
+        """Whether any policy reads other numbers than the cache keeps."""
+        return any(policy.reads for policy in self.policies)
 
     def __str__(self) -> str:
         """The parts' text forms, joined as in a path."""
-        return "+".join(map(str, self.parts))
+        return "+".join(map(str, self.policies))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import kvinterp.policies as folder
 from kvinterp.common import spec
 from kvinterp.common.checks import check_text
-from kvinterp.policies.base import Chain, Policy
+from kvinterp.policies.base import ComposedPolicy, Policy
 
 POLICIES = spec.plugins_of(folder, Policy)
 
 
 def policy_named(text: str) -> Policy:
     """Builds a policy from its text form, such as ``identity`` or ``name(1,2)``; from ``a+b`` it
-    builds a :class:`Chain`.
+    builds a :class:`ComposedPolicy`.
 
     Raises:
         InputError: No policy has that name, or its arguments do not fit its fields.
@@ -22,4 +22,4 @@ def policy_named(text: str) -> Policy:
         spec.read("policy", part, POLICIES, "Values go in brackets, as in name(1,2).")
         for part in parts
     ]
-    return policies[0] if len(policies) == 1 else Chain(tuple(policies))
+    return policies[0] if len(policies) == 1 else ComposedPolicy(tuple(policies))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from kvinterp.models.adapter import ModelInfo
-from kvinterp.policies.base import CacheRows, Chain, Policy, Selective
+from kvinterp.policies.base import CacheRows, ComposedPolicy, Policy, Selective
 
 
 def bits_at(
@@ -24,7 +24,7 @@ def bits_at(
         head: The KV head; None for one that the policy changes.
     """
     bits = plain
-    for part in policy.parts if isinstance(policy, Chain) else (policy,):
+    for part in policy.policies if isinstance(policy, ComposedPolicy) else (policy,):
         if isinstance(part, Selective):
             elsewhere = head is not None and part.heads and head not in part.heads
             if elsewhere or not part.applies_to(tensor, layer):

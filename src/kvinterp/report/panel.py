@@ -19,7 +19,7 @@ from kvinterp.data import Prompt
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, unexpected
 from kvinterp.models import load_model, wrap
 from kvinterp.models.load import check_loadable
-from kvinterp.patching import Asked, PatchAnswer, PatchBench
+from kvinterp.patching import PatchAnswer, PatchBench, PatchRequest
 from kvinterp.patching.bench import MEASURED, paths_of
 from kvinterp.paths import ExecutionPath
 from kvinterp.paths.path import FORMS
@@ -49,7 +49,9 @@ class PatchPanel:
         self.answer: PatchAnswer | None = None
         # L2 first, as in a sweep: where paths differ by rounding, one uncertain step dominates KL.
         start = {"model": next(iter(models)), "prompt": prompt, "other": other, "distance": "l2"}
-        self.widget = _widget_class()(choices=choices(models), asked={**start, **vars(Asked())})
+        self.widget = _widget_class()(
+            choices=choices(models), asked={**start, **vars(PatchRequest())}
+        )
         self.widget.observe(lambda _: self._answer_asked(), "asked")
         self._answer_asked()
 
@@ -144,7 +146,7 @@ class PatchPanel:
             if name == "max_new_tokens" or value != defaults[name].default
         )
 
-    def _complete(self, fields: Data, bench: PatchBench) -> tuple[Data, Asked]:
+    def _complete(self, fields: Data, bench: PatchBench) -> tuple[Data, PatchRequest]:
         """Completes the choices so that heads and positions are ones that the site has."""
         fields |= {
             name: _parse_numbers(name, fields[name]) for name in ("layer", "head", "positions")
@@ -182,7 +184,7 @@ def _tried(tried: Data, fields: Data, answer: PatchAnswer, back: Any) -> Data:
         return tried
     entry = {
         "asked": fields,
-        "said": label_of(answer.asked),
+        "said": label_of(answer.request),
         "found": answer.sentences()[0],
         "before": max(at, 0),
     }
@@ -291,13 +293,13 @@ def _widget_class() -> Any:
     return PatchPanelWidget
 
 
-def _question(fields: Mapping[str, Any]) -> Asked:
-    names = [field.name for field in dataclasses.fields(Asked)]
+def _question(fields: Mapping[str, Any]) -> PatchRequest:
+    names = [field.name for field in dataclasses.fields(PatchRequest)]
     values: Data = {
         name: tuple(fields[name]) if isinstance(fields[name], list) else fields[name]
         for name in names
     }
-    return Asked(**values)
+    return PatchRequest(**values)
 
 
 def _parse_numbers(name: str, value: Any) -> Any:

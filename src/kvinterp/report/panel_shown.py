@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
-from kvinterp.patching import DIRECTIONS, DONORS, PATCH_SITES, Asked, PatchAnswer, PatchBench
+from kvinterp.patching import DIRECTIONS, DONORS, PATCH_SITES, PatchAnswer, PatchBench, PatchRequest
 from kvinterp.patching.bench import EVERY
 from kvinterp.patching.patch import PATCHED_CACHE
 
@@ -31,7 +31,7 @@ def choices(models: Iterable[str]) -> Data:
     }
 
 
-def choices_of(bench: PatchBench, question: Asked) -> Data:
+def choices_of(bench: PatchBench, question: PatchRequest) -> Data:
     """The choices that belong to a model, its prompt and the patch."""
     facts = bench.adapter.facts
     count, kind = facts.heads_of(question.site)
@@ -81,7 +81,7 @@ def choices_of(bench: PatchBench, question: Asked) -> Data:
 
 def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> Data:
     """The effect of a patch as plain data, the chosen distance first."""
-    question = answer.asked
+    question = answer.request
     lead, *rest = answer.sentences()
     giving = {"path": f"{question.other} path", "prompt": "other prompt"}
     titles = {
@@ -131,12 +131,14 @@ def answer_data(answer: PatchAnswer, bench: PatchBench, measure: str) -> Data:
     }
 
 
-def code_of(question: Asked, prompt: str, other: str, bench: str) -> str:
+def code_of(question: PatchRequest, prompt: str, other: str, bench: str) -> str:
     """The call that gives the same answer, for a model named ``model``, on a bench made of these
     arguments.
     """
     options = {
-        name: value for name, value in vars(question).items() if value != getattr(Asked, name)
+        name: value
+        for name, value in vars(question).items()
+        if value != getattr(PatchRequest, name)
     }
     if question.donor == "prompt" and other.strip():
         options["other"] = other
@@ -147,7 +149,7 @@ def code_of(question: Asked, prompt: str, other: str, bench: str) -> str:
 # Sentences ----------------------------------------------------------------------------------------
 
 
-def label_of(question: Asked) -> str:
+def label_of(question: PatchRequest) -> str:
     """The choices of a patch in a few words."""
     head = "" if question.head is None else f", head {numbers_in_words(question.head)}"
     label = f"{question.site}, layer {numbers_in_words(question.layer)}{head}"
@@ -160,7 +162,7 @@ def label_of(question: Asked) -> str:
     return f"{label}, {where}, step {question.step}, {question.direction}, {question.donor}"
 
 
-def question_in_words(question: Asked, heads: tuple[int, str], last_step: int) -> str:
+def question_in_words(question: PatchRequest, heads: tuple[int, str], last_step: int) -> str:
     """Says in words what a patch moves, and from where.
 
     Args:

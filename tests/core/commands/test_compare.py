@@ -13,7 +13,7 @@ import torch
 
 from kvinterp.commands.compare import Compare
 from kvinterp.commands.results import read_summary
-from kvinterp.common.store import Store
+from kvinterp.common.store import CellStore
 from kvinterp.comparison import TABLES, Comparison
 from kvinterp.models.hooks import Tap
 from kvinterp.models.native import NativeAdapter
@@ -51,15 +51,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def cut_after(count: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets ``count`` prompts finish and then raises."""
-    keep, seen = Store.keep, []
+    keep, seen = CellStore.keep, []
 
-    def keeping(self: Store, key: str, *part: Any) -> None:
+    def keeping(self: CellStore, key: str, *part: Any) -> None:
         keep(self, key, *part)
         seen.append(key)
         if len(seen) == count:
             raise error
 
-    monkeypatch.setattr(Store, "keep", keeping)
+    monkeypatch.setattr(CellStore, "keep", keeping)
 
 
 @pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.long)])
@@ -86,9 +86,9 @@ def test_only_what_is_missing_is_run_again(tmp_path: Path, whole: Path, monkeypa
         with pytest.raises(KeyboardInterrupt):
             run(SMALL, tmp_path)
     added: list[str] = []
-    keep = Store.keep
+    keep = CellStore.keep
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "keep", lambda self, key, *part: (added.append(key), keep(self, key, *part))[1])
+        patch.setattr(CellStore, "keep", lambda self, key, *part: (added.append(key), keep(self, key, *part))[1])
         run(SMALL, tmp_path)
     assert len(added) == 1
     same(tmp_path, whole)

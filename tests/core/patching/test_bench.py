@@ -12,7 +12,7 @@ import torch
 import kvinterp as kv
 from kvinterp import metrics
 from kvinterp.common.vocabulary import UNCHANGED
-from kvinterp.patching import Asked, PatchAnswer
+from kvinterp.patching import PatchAnswer, PatchRequest
 from kvinterp.patching.planted import Planted
 from support import Case
 
@@ -106,7 +106,9 @@ def answered(**numbers: Any) -> PatchAnswer:
     about |= {"kl_recovery": -0.25, "kl_before": 4e-6, "kl_after": 5e-6}
     rest = {"pair": ("a", "b"), "pair_before": 0.0, "pair_after": 0.0, "pair_recovery": math.nan, "shown_step": 1}
     tables = {"steps": pd.DataFrame({"step": [1, 2]}), "tokens": pd.DataFrame()}
-    return PatchAnswer(**{"asked": Asked(), **about, **rest, **tables, "unchanged": False, "seconds": 0.0, **numbers})
+    return PatchAnswer(
+        **{"request": PatchRequest(), **about, **rest, **tables, "unchanged": False, "seconds": 0.0, **numbers}
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def answered(**numbers: Any) -> PatchAnswer:
         ),
         ({"unchanged": True}, "Recovery 50.00%", f"The patch {UNCHANGED}"),
         (
-            {"asked": Asked(donor="zero"), "recovery": math.nan, "d_before": 0.0, "null": 0.6},
+            {"request": PatchRequest(donor="zero"), "recovery": math.nan, "d_before": 0.0, "null": 0.6},
             "L2 distance of the logits 0.5, KL(unpatched || patched) 5e-06 nats",
             "It is within its null: two recomputations of the same positions differ by an L2 of up to 0.6",
         ),
@@ -142,7 +144,7 @@ def test_an_answer_leads_with_one_thing(numbers: dict[str, Any], lead: str, rest
     answer = answered(**numbers)
     first, *others = answer.sentences()
     assert first.startswith(lead)
-    assert "KL" not in first or answer.asked.ablates
+    assert "KL" not in first or answer.request.ablates
     assert rest in ". ".join(others)
     assert "nan" not in repr(answer)
     assert first in repr(answer)

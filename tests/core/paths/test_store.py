@@ -10,7 +10,7 @@ from kvinterp.models import ModelInfo
 from kvinterp.models.caches import Dynamic, Static
 from kvinterp.models.transformers_cache import TransformersCache
 from kvinterp.paths.store import Growing, Store
-from kvinterp.policies import Chain, Identity, Policy
+from kvinterp.policies import ComposedPolicy, Identity, Policy
 
 FACTS = ModelInfo("stub", "Stub", 1, 4, 2, 6, 24, 97, 96, (None,), True, "eager")
 CONFIG = LlamaConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=6)
@@ -43,7 +43,10 @@ POLICIES = {
     "identity": (Identity(), lambda keys, values: (keys, values)),
     "rounds": (Rounds(), lambda keys, values: (keys.bfloat16().float(), values.bfloat16().float())),
     "louder": (Louder(), lambda keys, values: (keys, values * 2)),
-    "both": (Chain((Rounds(), Louder())), lambda keys, values: (keys.bfloat16().float(), values.bfloat16().float() * 2)),
+    "both": (
+        ComposedPolicy((Rounds(), Louder())),
+        lambda keys, values: (keys.bfloat16().float(), values.bfloat16().float() * 2),
+    ),
 }
 memories = pytest.mark.parametrize("memory", ["dynamic", "static", "growing"])
 policies = pytest.mark.parametrize("policy", POLICIES)

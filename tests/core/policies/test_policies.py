@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.policies import Chain, Policy
+from kvinterp.policies import ComposedPolicy, Policy
 from kvinterp.policies.sinks import Sinks
 from plain import FED, thinned_loop
 from support import PROMPT, Case, assert_bitwise, assert_close
@@ -173,7 +173,7 @@ def test_what_cannot_let_go_of_rows_says_so(load):
             run(model, kv.Cached(Sinks(2, 8), cache=cache))
     with pytest.raises(kv.UnsupportedError, match="slides a window over"):
         run(load(Case("mistral-window", "native", "sdpa")), kv.Cached(Sinks(2, 8)))
-    for policy in (Sinks(2, 8), HeavyHitters(), Chain((Halves(), Sinks(2, 8)))):
+    for policy in (Sinks(2, 8), HeavyHitters(), ComposedPolicy((Halves(), Sinks(2, 8)))):
         with pytest.raises(kv.InputError, match="recompute keeps no rows"):
             kv.Recompute(policy)
 
@@ -181,7 +181,7 @@ def test_what_cannot_let_go_of_rows_says_so(load):
 @pytest.mark.hooked
 def test_a_hooked_transformer_lets_go_of_no_rows(load):
     """It turns cached keys by the number of their row, which would be another."""
-    for policy in (Sinks(2, 8), Chain((Halves(), HeavyHitters()))):
+    for policy in (Sinks(2, 8), ComposedPolicy((Halves(), HeavyHitters()))):
         with pytest.raises(kv.UnsupportedError, match="turns cached keys by the number of their row"):
             run(load(Case("llama-gqa", "hooked")), kv.Cached(policy))
 
@@ -207,9 +207,9 @@ def test_a_path_that_lets_go_of_rows_is_compared_over_all_positions(load, case):
 def test_what_one_wrote_last_is_read_first(load, case):
     """Halving what was rounded is undone before anything else reads it."""
     model = load(case)
-    chained = run(model, kv.Cached(Chain((Rounds(), Halves(), Sinks(2, 8)))))
+    chained = run(model, kv.Cached(ComposedPolicy((Rounds(), Halves(), Sinks(2, 8)))))
     assert_bitwise(
-        chained.logits, run(model, kv.Cached(Chain((Rounds(), Sinks(2, 8))))).logits, "logits", ("step", "vocab")
+        chained.logits, run(model, kv.Cached(ComposedPolicy((Rounds(), Sinks(2, 8))))).logits, "logits", ("step", "vocab")
     )
 
 
@@ -219,7 +219,7 @@ KINDS = [*NATIVE, Case("llama-gqa", "bridge"), pytest.param(Case("llama-gqa", "h
 every_kind = pytest.mark.parametrize("case", KINDS, ids=str)
 
 
-@pytest.mark.parametrize("policy", [Louder(), Rounds(), Chain((Rounds(), Louder()))], ids=str)
+@pytest.mark.parametrize("policy", [Louder(), Rounds(), ComposedPolicy((Rounds(), Louder()))], ids=str)
 @pytest.mark.parametrize("chunk", [None, 4])
 @every_kind
 def test_a_stored_prefill_is_the_recompute_path_under_the_same_policy(load, case, chunk, policy):

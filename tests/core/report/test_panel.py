@@ -74,7 +74,7 @@ def test_the_code_gives_the_same_answer(load: Any, panel: PatchPanel, more: dict
     panel.choose(**more)
     assert panel.answer is not None
     again = eval(panel.widget.answer["code"], {"kv": kv, "model": load(NATIVE)})
-    assert again.asked == panel.answer.asked
+    assert again.request == panel.answer.request
     assert (again.d_before, again.d_after, again.kl_after) == (
         panel.answer.d_before,
         panel.answer.d_after,

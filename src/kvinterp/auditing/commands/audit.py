@@ -33,9 +33,9 @@ from kvinterp.commands.kit import (
     Adapter,
     Cell,
     CellResult,
+    CellResults,
     Experiment,
     InputError,
-    Parts,
     Result,
     argument,
     check_known,
@@ -262,9 +262,9 @@ class Audit(
         texts, tables = files_of(result)
         return tables, {"texts": texts}
 
-    def reduce(self, parts: Parts) -> Result:
+    def reduce(self, results: CellResults) -> Result:
         """What the audit says."""
-        tables, about = parts["audit"]
+        tables, about = results["audit"]
         verdict = json.loads(about["texts"]["verdict.json"])
         return Result(tables, verdict, about["texts"])
 

@@ -10,11 +10,11 @@ from kvinterp.auditing.shape_dependence import KernelsTable, kernels_table
 from kvinterp.commands.kit import (
     Cell,
     CellResult,
+    CellResults,
     Chart,
     Charts,
     Experiment,
     Panel,
-    Parts,
     Result,
     Rows,
     argument,
@@ -63,9 +63,9 @@ class Kernels(
         )
         return {"loader": "kvinterp.auditing.commands.audit:subject", **self.choices(*names)}
 
-    def reduce(self, parts: Parts) -> Result:
+    def reduce(self, results: CellResults) -> Result:
         """The table, and the first operation that differs."""
-        tables, about = parts["kernels"]
+        tables, about = results["kernels"]
         return KernelsTable(tables["kernels"], about["first"], about["provenance"])
 
     def headline(self, table_of_kernels: Any) -> list[str]:

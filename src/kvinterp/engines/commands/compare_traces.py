@@ -25,12 +25,12 @@ from safetensors.torch import load_file
 from kvinterp.commands.kit import (
     Cell,
     CellResult,
+    CellResults,
     Chart,
     Charts,
     Experiment,
     InputError,
     Panel,
-    Parts,
     Result,
     Rows,
     argument,
@@ -67,9 +67,9 @@ class CompareTraces(Experiment):
         """One cell: nothing is run."""
         return [Cell("tensors", compared, {"a": str(self.first), "b": str(self.second)})]
 
-    def reduce(self, parts: Parts) -> Result:
+    def reduce(self, results: CellResults) -> Result:
         """The table of tensors, and what only one side names."""
-        tables, about = parts["tensors"]
+        tables, about = results["tensors"]
         return Result(tables, about)
 
     def headline(self, result: Result) -> list[str]:

@@ -19,9 +19,9 @@ import pandas as pd
 from kvinterp.commands.kit import (
     Cell,
     CellResult,
+    CellResults,
     Experiment,
     InputError,
-    Parts,
     Result,
     Rows,
     argument,
@@ -81,9 +81,9 @@ class Turns(Experiment):
             "provenance": {"model": adapter.facts.name}
         }
 
-    def reduce(self, parts: Parts) -> Result:
+    def reduce(self, results: CellResults) -> Result:
         """The table of borders."""
-        tables, about = parts["turns"]
+        tables, about = results["turns"]
         return Result(tables, about)
 
     def headline(self, result: Result) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvinterp.errors import InputError
 from kvinterp.models import ModelInfo
-from kvinterp.policies import Chain, Policy, policy_named
+from kvinterp.policies import ComposedPolicy, Policy, policy_named
 
 GRID = (
     "q8_0",
@@ -157,16 +157,16 @@ def effects(arms: Mapping[str, tuple[int, int, int]]) -> dict[str, dict[str, flo
 
 def is_seeded(policy: Policy) -> bool:
     """Whether a policy draws random numbers."""
-    parts = policy.parts if isinstance(policy, Chain) else ()
+    inside = policy.policies if isinstance(policy, ComposedPolicy) else ()
     return any(field.name == "seed" for field in dataclasses.fields(policy)) or any(
-        map(is_seeded, parts)
+        map(is_seeded, inside)
     )
 
 
 def reseeded(policy: Policy, seed: int) -> Policy:
     """The same policy with other draws; itself where it draws none."""
-    if isinstance(policy, Chain):
+    if isinstance(policy, ComposedPolicy):
         return dataclasses.replace(
-            policy, parts=tuple(reseeded(part, seed) for part in policy.parts)
+            policy, policies=tuple(reseeded(one, seed) for one in policy.policies)
         )
     return dataclasses.replace(policy, seed=seed) if is_seeded(policy) else policy  # type: ignore[call-arg]

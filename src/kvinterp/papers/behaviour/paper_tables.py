@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from kvinterp.commands.kit import Parts, joined, only
+from kvinterp.commands.kit import CellResults, joined, only
 from kvinterp.metrics.statistics import FEWEST, FEWEST_RESAMPLED, quiet
 from kvinterp.papers.behaviour.boundary import pooled
 from kvinterp.papers.behaviour.divergence import (
@@ -57,11 +57,11 @@ METHODS = {
 }
 
 
-def decodes_of(parts: Parts, dtype: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+def decodes_of(results: CellResults, dtype: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """The decodes in a precision and their steps in both protocols; the mean KL is that of the
     steps that the paper counts.
     """
-    tables = joined(parts, f"{dtype}-")
+    tables = joined(results, f"{dtype}-")
     steps = with_free_steps(tables["decodes"], tables["steps"])
     means = steps[steps["step"] > 0].groupby([*DECODE, "protocol"])["kl"].mean().rename("mean_kl")
     return tables["decodes"].drop(columns="mean_kl").join(means, on=[*DECODE, "protocol"]), steps

@@ -22,11 +22,11 @@ from kvinterp.commands.kit import (
     DRAWS,
     Adapter,
     Cell,
+    CellResults,
     Chart,
     Charts,
     OfModels,
     Panel,
-    Parts,
     Result,
     Rows,
     Tables,
@@ -185,11 +185,11 @@ class Behaviour(OfModels):
 
     # What it comes to -----------------------------------------------------------------------------
 
-    def tables(self, parts: Parts) -> Tables:
+    def tables(self, results: CellResults) -> Tables:
         """What the decodes say, and the controls."""
-        decodes = joined(parts)
+        decodes = joined(results)
         tables = behaviour_tables(decodes["decodes"], decodes["steps"])
-        tables["nulls"] = joined(parts, "-null-").get("table", pd.DataFrame(columns=_NULL))
+        tables["nulls"] = joined(results, "-null-").get("table", pd.DataFrame(columns=_NULL))
         return tables | {name: decodes[name] for name in ("flip_steps", "flip_tokens", "failures")}
 
     # What was found -------------------------------------------------------------------------------

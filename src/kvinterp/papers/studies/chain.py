@@ -17,12 +17,12 @@ import pandas as pd
 
 from kvinterp.commands.kit import (
     Cell,
+    CellResults,
     Chart,
     Charts,
     Experiment,
     InputError,
     Panel,
-    Parts,
     Result,
     Rows,
     Tables,
@@ -59,8 +59,7 @@ from kvinterp.papers.behaviour.chains import (
 from kvinterp.papers.behaviour.divergence import conditions
 from kvinterp.paths import Cached, TopP
 from kvinterp.policies import Policy, policy_named
-from kvinterp.policies.base import Chain as Several
-from kvinterp.policies.base import Selective
+from kvinterp.policies.base import ComposedPolicy, Selective
 
 CONTROL, NULL = "cached", "cached, other seeds"
 _WITH_POLICY = (
@@ -224,9 +223,9 @@ class Chain(Experiment):
         """With the texts themselves: a file may change."""
         return {**super().settings(), "restated": [text.text for text in self._texts()]}
 
-    def tables(self, parts: Parts) -> Tables:
+    def tables(self, results: CellResults) -> Tables:
         """What the chains come to."""
-        chains = joined(parts)["chains"]
+        chains = joined(results)["chains"]
         return {
             "chains": chains,
             "curves": curves_of(chains),
@@ -371,7 +370,7 @@ def similarity_named(embedder: str) -> str:
 
 
 def _on(policy: Policy, part: str) -> Policy:
-    """A policy on K or V alone, or on both; the parts of a chain of policies likewise.
+    """A policy on K or V alone, or on both; of a composed policy each.
 
     Raises:
         InputError: It cannot be: it has no say over one tensor alone.
@@ -379,8 +378,10 @@ def _on(policy: Policy, part: str) -> Policy:
     if part == "kv" or getattr(policy, "on", "kv") != "kv":
         # One that was given for K or V alone stays on it.
         return policy
-    if isinstance(policy, Several):
-        return dataclasses.replace(policy, parts=tuple(_on(one, part) for one in policy.parts))
+    if isinstance(policy, ComposedPolicy):
+        return dataclasses.replace(
+            policy, policies=tuple(_on(one, part) for one in policy.policies)
+        )
     if not isinstance(policy, Selective):
         raise InputError(f"policy {policy} cannot be on {part.upper()} alone: give --on kv.")
     return dataclasses.replace(policy, on=part)  # type: ignore[arg-type]

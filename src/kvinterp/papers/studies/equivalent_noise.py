@@ -15,11 +15,11 @@ from torch import Tensor
 from kvinterp.commands.kit import (
     Adapter,
     Cell,
+    CellResults,
     Chart,
     Charts,
     OfModel,
     Panel,
-    Parts,
     Result,
     Rows,
     counted,
@@ -104,11 +104,11 @@ class EquivalentNoise(OfModel):
             self.adapter(), self.prompt_list, policy_named(policy), self.max_new_tokens
         )
 
-    def reduce(self, parts: Parts) -> Result:
+    def reduce(self, results: CellResults) -> Result:
         """By policy, layer, tensor and head over all prompts; the summary has each policy's K and V
         as a whole.
         """
-        by_prompt = joined(parts)["table"]
+        by_prompt = joined(results)["table"]
         table, wholes = pooled(by_prompt, ["policy", *PLACE]), pooled(by_prompt, _WHOLE)
         intervals = [_interval(group) for _, group in by_prompt.groupby(_WHOLE, sort=False)]
         wholes[["low", "high"]] = pd.DataFrame(intervals)

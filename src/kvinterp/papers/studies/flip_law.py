@@ -21,12 +21,12 @@ from kvinterp.commands.kit import (
     DRAWN,
     SHARED,
     Cell,
+    CellResults,
     Chart,
     Charts,
     InputError,
     OfModel,
     Panel,
-    Parts,
     Result,
     Rows,
     Tables,
@@ -89,9 +89,9 @@ class FlipLaw(OfModel):
         )
         return steps_of(self.adapter(), prompt, paths, **choices).assign(example=number)
 
-    def tables(self, parts: Parts) -> Tables:
+    def tables(self, results: CellResults) -> Tables:
         """What was foretold of each path, and what came."""
-        steps = joined(parts)["table"]
+        steps = joined(results)["table"]
         return {
             "steps": steps,
             "law": law_of(steps, str(self.adapter().dtype).removeprefix("torch.")),

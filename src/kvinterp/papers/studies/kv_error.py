@@ -15,12 +15,12 @@ from kvinterp.commands.kit import (
     DRAWS,
     Adapter,
     Cell,
+    CellResults,
     Chart,
     Charts,
     InputError,
     OfModel,
     Panel,
-    Parts,
     Result,
     Rows,
     Tables,
@@ -233,12 +233,12 @@ class KvError(OfModel):
             self.adapter(), prompts, policy_named(policy), _NOISE_TOKENS
         )
 
-    def tables(self, parts: Parts) -> Tables:
+    def tables(self, results: CellResults) -> Tables:
         """Scores beside control, the designs' contrasts, every text, and the noise that each policy
         amounts to.
         """
         runs, noises = (
-            joined({key: parts[key] for key in parts if key.startswith(kind)})
+            joined({key: results[key] for key in results if key.startswith(kind)})
             for kind in ("run-", "noise-")
         )
         examples, columns = runs["table"], ["policy", "bits", "relative_rms", "sign_flips"]

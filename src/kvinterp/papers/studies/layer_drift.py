@@ -25,12 +25,12 @@ from kvinterp.commands.kit import (
     DRAWN,
     Adapter,
     Cell,
+    CellResults,
     Chart,
     Charts,
     InputError,
     OfModels,
     Panel,
-    Parts,
     Result,
     Rows,
     Tables,
@@ -165,9 +165,9 @@ class LayerDrift(OfModels):
                     },
                 )
 
-    def tables(self, parts: Parts) -> Tables:
+    def tables(self, results: CellResults) -> Tables:
         """What the examples of all models come to."""
-        return tables_of(joined(parts), self.step, self.divergent, self.contrast)
+        return tables_of(joined(results), self.step, self.divergent, self.contrast)
 
     # What was found -------------------------------------------------------------------------------
 

@@ -21,12 +21,12 @@ from kvinterp.commands.cells import those
 from kvinterp.commands.kit import (
     Cell,
     CellResult,
+    CellResults,
     Chart,
     Charts,
     Finding,
     OfModels,
     Panel,
-    Parts,
     Result,
     Rows,
     Tables,
@@ -113,11 +113,11 @@ class Localisation(OfModels):
                 cells.append(Cell(f"{_RANKED}-{number}-{example}", self.ranked, {"model": model}))
         return cells
 
-    def second_stage(self, parts: Parts) -> list[Cell]:
+    def second_stage(self, results: CellResults) -> list[Cell]:
         """The second stage, a cell a model and example of the highest KL, which is known from the
         first.
         """
-        return self.patches(self._chosen(parts))
+        return self.patches(self._chosen(results))
 
     def patches(self, chosen: pd.DataFrame) -> list[Cell]:
         """A cell a model and example, as :func:`chosen_of` gives them."""
@@ -132,10 +132,10 @@ class Localisation(OfModels):
             )
         ]
 
-    def _chosen(self, parts: Parts) -> pd.DataFrame:
+    def _chosen(self, results: CellResults) -> pd.DataFrame:
         ranked = [
             tables["table"].assign(number=int(key.split("-")[2]))
-            for key, (tables, _) in those(parts, _RANKED).items()
+            for key, (tables, _) in those(results, _RANKED).items()
         ]
         return chosen_of(pd.concat(ranked, ignore_index=True), self.count)
 
@@ -200,14 +200,14 @@ class Localisation(OfModels):
             )
         return stacked(tables), {"model": adapter.facts.name, "parts": summaries}
 
-    def reduce(self, parts: Parts) -> Result:
+    def reduce(self, results: CellResults) -> Result:
         """The sweeps and the split of every model, and their tables one below the other."""
-        tables, summaries = gathered(parts)
+        tables, summaries = gathered(results)
         found = found_in(tables, summaries)
         said = [
             {"model": model, "part": part, **one.summary()} for (model, part), one in found.items()
         ]
-        tables["chosen"] = self._chosen(parts).drop(columns="number")
+        tables["chosen"] = self._chosen(results).drop(columns="number")
         tables["recovery_by_layer"] = recovery_by_layer(found)
         summary = {
             "chosen": tables["chosen"].to_dict("records"),
@@ -300,12 +300,12 @@ def _all_layers(rows: pd.DataFrame) -> list[Finding]:
     return rows[whole].to_dict("records")[:1]
 
 
-def gathered(parts: Parts) -> CellResult:
+def gathered(results: CellResults) -> CellResult:
     """The tables of all models and parts, and what each part was run with, by model and part."""
     summaries: dict[str, Any] = {}
-    for _, about in those(parts, _PATCHED).values():
+    for _, about in those(results, _PATCHED).values():
         summaries.setdefault(about["model"], about["parts"])
-    return joined(parts, _PATCHED), summaries
+    return joined(results, _PATCHED), summaries
 
 
 def found_in(

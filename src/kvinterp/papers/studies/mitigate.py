@@ -19,12 +19,12 @@ import pandas as pd
 
 from kvinterp.commands.kit import (
     Cell,
+    CellResults,
     Chart,
     Charts,
     InputError,
     OfModel,
     Panel,
-    Parts,
     Result,
     Rows,
     Tables,
@@ -141,9 +141,9 @@ class Mitigate(OfModel):
             what=what, of=of, reference=a, path=b, rows_a_token=rows, bytes_a_token=bytes_
         )
 
-    def tables(self, parts: Parts) -> Tables:
+    def tables(self, results: CellResults) -> Tables:
         """What each leaves and costs, and how each policy's error goes with the path's."""
-        examples = joined(parts)["table"]
+        examples = joined(results)["table"]
         return {
             "examples": examples,
             "mitigations": pareto(costs_of(examples)),

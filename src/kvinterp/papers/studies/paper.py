@@ -24,11 +24,11 @@ import pandas as pd
 from kvinterp.commands.cells import those
 from kvinterp.commands.kit import (
     Cell,
+    CellResults,
     Chart,
     Charts,
     OfModels,
     Panel,
-    Parts,
     Result,
     Rows,
     Tables,
@@ -206,11 +206,11 @@ class Paper(OfModels):
                     )
         return sorted(cells, key=lambda cell: cell.settings["first"])
 
-    def second_stage(self, parts: Parts) -> list[Cell]:
+    def second_stage(self, results: CellResults) -> list[Cell]:
         """Drift and patches of the examples whose decodes by the first strategy are the furthest
         apart.
         """
-        decodes, _ = decodes_of(parts, "float16")
+        decodes, _ = decodes_of(results, "float16")
         numbers = {adapter.facts.name: number for number, _, adapter in self.numbered_models()}
         first = only(decodes, protocol="free", strategy=decodes["strategy"].iloc[0], seed=0)
         chosen = chosen_of(
@@ -250,12 +250,12 @@ class Paper(OfModels):
 
     # What it comes to -----------------------------------------------------------------------------
 
-    def tables(self, parts: Parts) -> Tables:
+    def tables(self, results: CellResults) -> Tables:
         """The paper's tables, and what its figures show."""
-        fp16 = decodes_of(parts, "float16")
+        fp16 = decodes_of(results, "float16")
         both = (
-            {"fp16": fp16, "fp32": decodes_of(parts, "float32")}
-            if any(key[:7] == "float32" for key in parts)
+            {"fp16": fp16, "fp32": decodes_of(results, "float32")}
+            if any(key[:7] == "float32" for key in results)
             else {}
         )
         facts = [
@@ -274,14 +274,14 @@ class Paper(OfModels):
             "table_2": table_2(both, papers),
             "table_3": table_3(boundary["correlations"], fp16[0]["model"].unique(), papers),
             "figure_1": by_step.assign(step=by_step["step"] - 1).query("step >= 0"),
-            "figure_2": self._drift_by_layer(parts),
+            "figure_2": self._drift_by_layer(results),
             **{f"figure_4_{name}": table for name, table in boundary.items()},
-            "figure_5": self._recovery(parts),
-            "failures": joined(parts, "-behaviour-")["failures"],
+            "figure_5": self._recovery(results),
+            "failures": joined(results, "-behaviour-")["failures"],
         }
 
-    def _drift_by_layer(self, parts: Parts) -> pd.DataFrame:
-        if not (drifted := those(parts, "layer-drift-")):
+    def _drift_by_layer(self, results: CellResults) -> pd.DataFrame:
+        if not (drifted := those(results, "layer-drift-")):
             return pd.DataFrame()
         table = only(self._drift().tables(drifted)["drift_by_layer"], selection=ONE_STEP)
         table = table[
@@ -290,8 +290,8 @@ class Paper(OfModels):
         ]
         return table.assign(rows=table["rule"].where(table["protocol"] != NULL, NULL))
 
-    def _recovery(self, parts: Parts) -> pd.DataFrame:
-        if not (patched := those(parts, "localisation-")):
+    def _recovery(self, results: CellResults) -> pd.DataFrame:
+        if not (patched := those(results, "localisation-")):
             return pd.DataFrame()
         table = recovery_by_layer(found_in(*gathered(patched)))
         if table.empty:

@@ -21,13 +21,13 @@ import pandas as pd
 
 from kvinterp.commands.kit import (
     Cell,
+    CellResults,
     Chart,
     Charts,
     Finding,
     InputError,
     OfModels,
     Panel,
-    Parts,
     Result,
     Rows,
     Tables,
@@ -155,9 +155,9 @@ class RootCause(OfModels):
         )
         return table.assign(**numbers, data_seed=seed)
 
-    def tables(self, parts: Parts) -> Tables:
+    def tables(self, results: CellResults) -> Tables:
         """A table a part."""
-        tables = {name: joined(parts, name.replace("_", "-")) for name in SHOWN}
+        tables = {name: joined(results, name.replace("_", "-")) for name in SHOWN}
         return {name: made["table"] for name, made in tables.items() if made}
 
     # What was found -------------------------------------------------------------------------------

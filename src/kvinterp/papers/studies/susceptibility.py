@@ -23,12 +23,12 @@ from scipy import stats
 
 from kvinterp.commands.kit import (
     Cell,
+    CellResults,
     Chart,
     Charts,
     InputError,
     OfModel,
     Panel,
-    Parts,
     Result,
     Rows,
     Tables,
@@ -94,9 +94,9 @@ class Susceptibility(OfModel):
         ]
         return decoded.assign(flip=~decoded.pop("top1_agree").astype(bool), size=size, seed=seed)
 
-    def tables(self, parts: Parts) -> Tables:
+    def tables(self, results: CellResults) -> Tables:
         """Rates, thresholds, predictions and certificates of all steps."""
-        steps = predicted(binned(joined(parts)["table"], self.bins))
+        steps = predicted(binned(joined(results)["table"], self.bins))
         noisy = steps[steps["size"] > 0]
         return {
             "steps": steps,
