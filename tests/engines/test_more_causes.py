@@ -11,7 +11,7 @@ import planted
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import kvinterp as kv
 from kvinterp.engines.judge import audit_engine
@@ -329,3 +329,32 @@ def test_what_is_known_first_is_said_first(model: Any, caplog: pytest.LogCapture
         audit_engine(model, given([ids], [row]), "float32")
     (said,) = (record.getMessage() for record in caplog.records if "so far" in record.getMessage())
     assert "at most 3 (sequence 1, position 50)" in said
+
+
+class _Fp8(DynamicCache):
+    """Holds keys and values in fp8, and gives them back so."""
+
+    def update(self, keys: Tensor, values: Tensor, *rest: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        rounded = [part.clamp(-448, 448).to(torch.float8_e4m3fn).to(part.dtype) for part in (keys, values)]
+        return super().update(*rounded, *rest, **more)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_quantised_cache_of_a_deep_model_is_named_where_rounding_moves_its_codes() -> None:
+    """What our float64 makes of the cause is as far from the engine's float32 as half of the whole distance."""
+    try:
+        model = kv.load_model("real:smollm2-135m", kind="native", dtype="float32")
+    except kv.InputError:
+        pytest.skip("the model is not here: make real")
+    text = [t for prompt in kv.load_prompts("natural:24") for t in model.encode(prompt.text)]
+    texts, rows = [text[n * 120 : (n + 1) * 120] for n in range(5)], []
+    for ids in texts:
+        cache = _Fp8(config=model.model.config)
+        parts = [model.model(torch.tensor([ids[:40]]), past_key_values=cache).logits[0]]
+        parts += [model.model(torch.tensor([[ids[at]]]), past_key_values=cache).logits[0] for at in range(40, 120)]
+        rows.append(planted.chosen(torch.cat(parts), ids))
+    found = audit_engine(model, given(texts, rows, 40), "float32")
+    assert found.verdict == "policy", str(found)
+    assert "fp8(e4m3) cache reproduces it" in why(found)
+    assert "rounding anew before it moves what it gives by" in why(found)

@@ -40,6 +40,10 @@ SCREENED, PAIRED = 8, 3
 """The most causes that are tried on all sampled tokens, of those that were nearest in one sequence;
 and as parts of a pair.
 """
+TOLD = 0.01
+"""The least share of a distance that is said of what rounding makes of its cause."""
+SMALL = 100
+"""A side that is so many times further off than float32 rounds is screened in float32."""
 EDITED = 3e12
 """The most products of a weight and a token that prompts with a token more or less take."""
 
@@ -70,6 +74,9 @@ class CauseSearch:
     def __post_init__(self) -> None:
         self.count = 0
         self.exhausted = ""
+        # How far rounding moves what the cause that was named gives, in nats, where that is more
+        # than our own path is off.
+        self.stepped = 0.0
 
     def find(self, within: bool) -> tuple[str, str] | None:
         """Returns word and why of the first cause that gives what the side gave; within rounding
@@ -87,14 +94,13 @@ class CauseSearch:
                 self.distance.near.name,
             )
         }
-        if self.distance.near.name != "float32":
-            # A quantised cache turns a rounding into a step of its own, so that it is tried in the
-            # precision of the side.
-            ways |= {
-                name: dataclasses.replace(way, dtype=self.distance.near.dtype)
-                for name, way in ways.items()
-                if way.word == "policy"
-            }
+        # A quantised cache turns a rounding into a step of its own, so that it is tried in the
+        # precision of the side.
+        ways |= {
+            name: dataclasses.replace(way, dtype=self.distance.near.dtype)
+            for name, way in ways.items()
+            if way.word == "policy"
+        }
         every = dict[str, Row]()
         for step in ("semantics",) if within else ("alignment", "semantics", "substitution"):
             rows = self._processed(within) if step == "semantics" else self._computed(
@@ -222,7 +228,12 @@ class CauseSearch:
         )
         fall = f"{before:.2g} nats fall to {before * left:.2g}, {n}"
         if step == "substitution":
-            why = f"{name} reproduces it token by token: {left:.2g} of it is left ({fall})."
+            moves = (
+                f", and rounding anew before it moves what it gives by {self.stepped:.2g}"
+                if self.stepped > TOLD * before
+                else ""
+            )
+            why = f"{name} reproduces it token by token: {left:.2g} of it is left ({fall}{moves})."
             self.distance.table["named"] = name
         else:
             why = f"the log-probs are {name}: that leaves {left:.2g} of the mean difference held out ({fall})."
@@ -389,10 +400,12 @@ class CauseSearch:
                 for each, of in ((own, truth), (moved, row))
                 if each is not None
             ]
+            unit = max(units, key=np.mean)
             if (
-                self.distance.sample.ratio(left, max(units, key=np.mean), self.distance.seed)["low"]
+                self.distance.sample.ratio(left, unit, self.distance.seed)["low"]
                 <= limits["null_mean"]
             ):
+                self.stepped = float(np.nanmean(unit[held])) if unit is not units[0] else 0.0
                 return name, share
         return "", share
 
@@ -460,11 +473,10 @@ class CauseSearch:
         # In float32, at less than half of the cost, where its rounding is small beside what is
         # looked for: which are nearest is asked, and those that are kept are computed as exactly as
         #     they are named.
-        quick = (
-            self.distance.row(PRECISIONS[0], few)
-            if self.distance.near is not PRECISIONS[0]
-            else None
-        )
+        quick = self.distance.row(PRECISIONS[0], few)
+        if quick is not None and self.distance.near is PRECISIONS[0]:
+            rounded, off = (mean_gap(row, truth, fit) for row in (quick, few.engine))
+            quick = quick if SMALL * rounded < off else None
         plain = truth if quick is None else quick
         for way in ways:
             row = self.distance.row(
