@@ -5,7 +5,7 @@
 Each file has six sampled rollouts of one model, written by an engine that is made of it by hand (below, in
 tests/engines/planted.py and, by a writer who had not read the judge's causes, in benchmarks/bugs/rollout_faults.py), each fault in
 two sizes: large, and near the null of its precision.
-PatchRequest is whether line 1 says the right tokens and line 2 the cause, that no sound file fails, and what it takes. A line a file is
+Asked is whether line 1 says the right tokens and line 2 the cause, that no sound file fails, and what it takes. A line a file is
 added to benchmarks/results/rollouts.jsonl as it is judged; what is there is not judged again. Nothing here is a test.
 """
 

@@ -174,7 +174,7 @@ def test_shapes_and_dtypes_are_kept_and_nothing_is_changed_in_place(grouped, nam
 
 @every_policy
 def test_write_and_read_change_nothing_in_place(grouped, name):
-    """PatchRequest by themselves: a store hands over views of its own memory."""
+    """Asked by themselves: a store hands over views of its own memory."""
     policy = POLICIES[name]().start(grouped(2).facts)
     keys, values = torch.randn(2, 1, 2, 7, WIDTH)
     given = keys.clone(), values.clone()

@@ -189,7 +189,7 @@ def _last_shard_of_the_vocabulary(model: nn.Module, monkeypatch: Any) -> None:
 
 
 def _row_before_is_kept(model: nn.Module, monkeypatch: Any) -> None:
-    """PatchRequest for the last row alone, the head takes the one before, where there is one and a cache."""
+    """Asked for the last row alone, the head takes the one before, where there is one and a cache."""
     base = type(model)
 
     @functools.wraps(base.forward)

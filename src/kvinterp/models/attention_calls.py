@@ -1,7 +1,7 @@
 """Which of torch's calls are attention: its fused one, or a product of queries and keys, a softmax,
 and a product with values.
 
-PatchRequest of the calls in the order in which a model makes them, so that it does not matter how the
+Asked of the calls in the order in which a model makes them, so that it does not matter how the
 model caches, or who wrote it.
 """
 

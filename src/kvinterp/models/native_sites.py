@@ -211,7 +211,7 @@ class _Tensors:
         self.raw: dict[tuple[str, int], list[Tensor]] = {}
         self.device, noting = adapter.device, NotingStore(adapter)
         tokens = torch.arange(3, 3 + self.count, device=self.device)[None] % self.facts.vocabulary
-        # PatchRequest before the hooks are on: it may run the model.
+        # Asked before the hooks are on: it may run the model.
         store = noting if adapter.attention_only else None
         with torch.no_grad(), hooks_suspended(adapter.model), contextlib.ExitStack() as stack:
             for (site, layer), tap in self.taps.items():

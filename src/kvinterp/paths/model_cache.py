@@ -225,7 +225,7 @@ def check_prompt_bits(adapter: Adapter, batch: int, length: int) -> None:
     """Raises where a forward that is handed an empty cache has not the bits of the forward without
     one.
 
-    PatchRequest at this length and at the largest below the next power of two, once for all lengths
+    Asked at this length and at the largest below the next power of two, once for all lengths
     between.
 
     Args:
@@ -265,7 +265,7 @@ def scores_by_row(adapter: Adapter) -> bool:
     """Whether attention minds the number of a key's row besides what the row holds, as a bias for
     distance does.
 
-    PatchRequest of the model and not of its config, which each architecture writes its own way. A few
+    Asked of the model and not of its config, which each architecture writes its own way. A few
     rows with keys of zeros all have the same score; so it does not matter which of them is the only
     one that has values, unless its number does.
 

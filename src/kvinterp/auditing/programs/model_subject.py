@@ -355,7 +355,7 @@ class ModelSubject(Subject):
 
     @functools.cached_property
     def choices(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
-        """PatchRequest of the forward without a cache: what its signature has, what it does not refuse,
+        """Asked of the forward without a cache: what its signature has, what it does not refuse,
         and where it reads the mask.
         """
         # How else a forward is called is the model's own affair, whatever cache it is given.

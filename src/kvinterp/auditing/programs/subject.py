@@ -61,7 +61,7 @@ class _Wider(TorchFunctionMode):
         """What stands for a value that an operation is given."""
         if type(value) is not torch.dtype or value not in self.narrow:
             return value
-        # PatchRequest first, since torch.compile traces a look into a set and may not trace a change of it.
+        # Asked first, since torch.compile traces a look into a set and may not trace a change of it.
         if value is not torch.float32 and value not in self.met:
             self.met.add(value)
         return torch.float64
