@@ -40,7 +40,7 @@ def answered(name: str, fault: bool, seconds: float = 12.0) -> dict[str, Any]:
     torch.set_num_threads(1)
     report = REPORTS[name]
     model = report.build(fault)
-    answer: dict[str, Any] = {"name": name, "fault": fault, "shows": report.shows(model) if report.shows else None}
+    answer: dict[str, Any] = {"name": name, "fault": fault, "shows": report.shows(model)}
     began = time.process_time()
     try:
         if isinstance(model, OwnCode):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from reported.report import Report, changed, small
+from reported.report import Report, apart, changed, of_chunks, of_pads, of_steps, small, text
 
 
 def pads_reach_a_state(fault: bool) -> nn.Module:
@@ -39,6 +40,7 @@ def second_turn_numbered_from_0(fault: bool) -> nn.Module:
     model = small("llama")
     own = type(model).prepare_inputs_for_generation
 
+    @functools.wraps(own)
     def planted(self: Any, input_ids: Tensor, past_key_values: Any = None, **more: Any) -> Any:
         out = own(self, input_ids, past_key_values=past_key_values, **more)
         new, cache = out.get("input_ids"), out.get("past_key_values")
@@ -195,9 +197,80 @@ def a_step_forgets_pads(fault: bool) -> nn.Module:
     return changed("gpt2", change, fault)
 
 
-def earlier(link: str, date: str, symptom: str, build: Callable[[bool], Any], use: str = "") -> Report:
+@torch.no_grad()
+def shows_in_a_second_turn(model: Any) -> float:
+    ids, other = text(1, 6), text(1, 4, seed=2)
+    greedy = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    first = model.generate(ids, max_new_tokens=3, min_new_tokens=3, **greedy)
+    whole = torch.cat([first.sequences, other], 1)
+    more = {"attention_mask": torch.ones_like(whole), "past_key_values": first.past_key_values}
+    second = model.generate(whole, max_new_tokens=1, **more, **greedy)
+    return apart(second.logits[0], model(whole, use_cache=False).logits[:, -1])
+
+
+@torch.no_grad()
+def shows_on_a_cache_that_records(model: Any) -> float:
+    from transformers import DynamicCache
+
+    cache, ids, got = DynamicCache(config=model.config), text(1, 14), []
+    for layer in cache.layers:
+        if hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
+    try:
+        for part in ids.split([6] + [1] * 8, 1):
+            got.append(model(part, past_key_values=cache, use_cache=True).logits)
+    except RuntimeError:
+        return 1.0
+    return apart(torch.cat(got, 1), model(ids, use_cache=False).logits)
+
+
+@torch.no_grad()
+def shows_in_a_batch(model: Any) -> float:
+    ids = text(2, 9)
+    cache = model(ids[:, :8], use_cache=True).past_key_values
+    got = model(ids[:, 8:], past_key_values=cache, use_cache=True).logits[:, -1]
+    return apart(got, torch.cat([model(row[None], use_cache=False).logits[:, -1] for row in ids]))
+
+
+@torch.no_grad()
+def shows_behind_another_request(model: Any) -> float:
+    ids, ones = text(1, 8), torch.ones(1, 8, dtype=torch.long)
+    want = model(ids, attention_mask=ones, use_cache=False).logits[:, -1]
+    cache = model(ids[:, :7], attention_mask=ones[:, :7], use_cache=True).past_key_values
+    model.generate(text(3, 5, seed=2), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    try:
+        got = model(ids[:, 7:], attention_mask=ones, past_key_values=cache, use_cache=True).logits[:, -1]
+    except RuntimeError:
+        return 1.0
+    return apart(got, want)
+
+
+@torch.no_grad()
+def shows_from_scratch(model: Any) -> float:
+    ids = text(1, 11)
+    want, (_, cache) = model(ids)[0], model(ids[:, :9])
+    got, _ = model(ids[:, 9:10], cache)
+    return apart(got, want[:, 9:10])
+
+
+@torch.no_grad()
+def shows_behind_pads_without_a_cache(model: Any) -> float:
+    ids = text(1, 9)
+    padded, mask = nn.functional.pad(ids, (4, 0), value=5), nn.functional.pad(torch.ones_like(ids), (4, 0))
+    got = model(padded, attention_mask=mask, use_cache=False).logits[:, 4:]
+    return apart(got, model(ids, use_cache=False).logits)
+
+
+def earlier(
+    link: str,
+    date: str,
+    symptom: str,
+    build: Callable[[bool], Any],
+    shows: Callable[[Any], float],
+    use: str = "",
+) -> Report:
     """A report found by those who wrote the programs."""
-    return Report(link, date, symptom, build, blind=False, use=use)
+    return Report(link, date, symptom, build, shows, blind=False, use=use)
 
 
 REPORTS = {
@@ -206,21 +279,24 @@ REPORTS = {
         "2026-07",
         "pads in a second chunk or turn reach the recurrent state of a hybrid",
         pads_reach_a_state,
+        of_chunks(),
     ),
     "its twin in attention": earlier(
-        "of the same kind", "", "the mask of new columns is dropped", mask_of_a_second_part_dropped
+        "of the same kind", "", "the mask of new columns is dropped", mask_of_a_second_part_dropped, of_chunks()
     ),
     "second turn": earlier(
         "huggingface/transformers#36151, #38727, #47597",
         "2025-02",
         "a second generate() on the first one's cache",
         second_turn_numbered_from_0,
+        shows_in_a_second_turn,
     ),
     "Mamba2, first of a chunk": earlier(
         "huggingface/transformers#46032",
         "2026-05",
         "Mamba2: a chunk on a cache computes its first token alone",
         chunks_of_mamba2(zero=False),
+        of_steps(6, 3, 3),
         "chunks",
     ),
     "Mamba2, from zero": earlier(
@@ -228,6 +304,7 @@ REPORTS = {
         "2026-06",
         "Mamba2: a chunk begins from a state of zero",
         chunks_of_mamba2(zero=True),
+        of_steps(6, 3, 3),
         "chunks",
     ),
     "assistant, window": earlier(
@@ -235,41 +312,51 @@ REPORTS = {
         "2026-08",
         "with an assistant a window has more keys than its mask",
         window_forgotten_while_recording,
+        shows_on_a_cache_that_records,
     ),
     "use_cache=False": earlier(
         "huggingface/transformers#45242",
         "2026-04",
         "use_cache=False gives garbage: K and V are shared through the cache",
         keys_shared_through_the_cache,
+        of_steps(9, 1, 1),
     ),
     "offset": earlier(
         "ml-explore/mlx-lm#1699",
         "2026-08",
         "in a batch queries are rotated one forward too far",
         queries_turned_too_far,
+        shows_in_a_batch,
     ),
     "longrope": earlier(
         "ggml-org/llama.cpp#24875, vllm-project/vllm#52665",
         "2026-06",
         "longrope: keys keep the frequencies of before the switch",
         frequencies_that_switch,
+        of_steps(29, *[1] * 8),
     ),
     "state left behind": earlier(
         "huggingface/transformers#44158",
         "2026-02",
         "Qwen3-VL: rope_deltas of another request stay on the model",
         state_of_another_request,
+        shows_behind_another_request,
     ),
     "from scratch": earlier(
         "Lightning-AI/litgpt#2165",
         "2025-11",
         "a model and cache of one's own: every cached step begins at position 0",
         from_scratch,
+        shows_from_scratch,
     ),
     "left padding, positions": earlier(
-        "unslothai/unsloth#3699", "2025-12", "decode counts the pads among its positions", a_step_forgets_pads
+        "unslothai/unsloth#3699", "2025-12", "decode counts the pads among its positions", a_step_forgets_pads, of_pads()
     ),
     "left padding, mask alone": earlier(
-        "GPT-2, asked often", "", "left padding with a mask alone changes the answer", pads_numbered
+        "GPT-2, asked often",
+        "",
+        "left padding with a mask alone changes the answer",
+        pads_numbered,
+        shows_behind_pads_without_a_cache,
     ),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reported.report import OwnCode, Report, apart, of_steps, text
+from reported.report import OwnCode, Report, apart, text
 
 Cache = dict[str, Any]
 
@@ -400,7 +400,7 @@ class PrefixStore(nn.Module):
         return (states[-1], logits[-left:]) if 0 < left <= len(logits) and left <= len(text) - start else None
 
 
-def own(kind: type[Decoder | PrefixStore], window: int | None = None) -> Callable[[bool], OwnCode]:
+def own(kind: type[nn.Module], window: int | None = None) -> Callable[[bool], OwnCode]:
     """Builds a decoder as two functions."""
 
     def build(fault: bool) -> OwnCode:
@@ -410,6 +410,20 @@ def own(kind: type[Decoder | PrefixStore], window: int | None = None) -> Callabl
         return OwnCode(full, getattr(model, "step", model))
 
     return build
+
+
+def of_steps(*parts: int) -> Callable[[OwnCode], float]:
+    """Feeds one row in such parts on one cache, against one plain forward of the row."""
+
+    @torch.no_grad()
+    def shows(model: OwnCode) -> float:
+        ids, cache, got = text(1, sum(parts)), None, []
+        for part in ids.split(parts, 1):
+            logits, cache = model.step(part, cache)
+            got.append(logits)
+        return apart(torch.cat(got, 1), model.full(ids))
+
+    return shows
 
 
 @torch.no_grad()

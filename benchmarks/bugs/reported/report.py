@@ -22,7 +22,7 @@ class Report:
         date: Of the first of them, year and month; empty where it isn't known.
         symptom: In our words.
         build: Makes a small model; with the fault, where it is asked to.
-        shows: How far apart a plain loop finds the two ways, of the largest logit; None for reports that are older than it.
+        shows: How far apart a plain loop finds the two ways, of the largest logit.
         blind: Whether it was found and rebuilt by somebody who had not read the audit.
         use: A part of the name of the use that has to be wrong, where the model has faults of its own besides.
     """
@@ -31,7 +31,7 @@ class Report:
     date: str
     symptom: str
     build: Callable[[bool], Any]
-    shows: Callable[[Any], float] | None = None
+    shows: Callable[[Any], float]
     blind: bool = True
     use: str = ""
 
@@ -81,12 +81,6 @@ def of_steps(*parts: int) -> Callable[[Any], float]:
     @torch.no_grad()
     def shows(model: Any) -> float:
         ids = text(1, sum(parts))
-        if isinstance(model, OwnCode):
-            want, cache, got = model.full(ids), None, []
-            for part in ids.split(parts, 1):
-                logits, cache = model.step(part, cache)
-                got.append(logits)
-            return apart(torch.cat(got, 1), want)
         want, given, got = model(ids, use_cache=False).logits, {}, []
         for part in ids.split(parts, 1):
             out = model(part, use_cache=True, **given)
@@ -94,6 +88,21 @@ def of_steps(*parts: int) -> Callable[[Any], float]:
             given = {name: getattr(out, name)}
             got.append(out.logits)
         return apart(torch.cat(got, 1), want)
+
+    return shows
+
+
+def of_chunks(size: int = 2, pads: int = 3, columns: int = 8) -> Callable[[Any], float]:
+    """A left-padded prompt prefilled in chunks by generate(), against the row alone without a cache."""
+
+    @torch.no_grad()
+    def shows(model: Any) -> float:
+        ids = text(1, columns)
+        padded = torch.cat([torch.full((1, pads), 5), ids], 1)
+        mask = torch.cat([torch.zeros(1, pads, dtype=torch.long), torch.ones_like(ids)], 1)
+        more = {"prefill_chunk_size": size, "output_logits": True, "return_dict_in_generate": True}
+        made = model.generate(padded, attention_mask=mask, max_new_tokens=1, do_sample=False, **more)
+        return apart(made.logits[0], model(ids, use_cache=False).logits[:, -1])
 
     return shows
 

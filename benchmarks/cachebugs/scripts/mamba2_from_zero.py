@@ -1,0 +1,109 @@
+"""Mamba2: a chunk begins from a state of zero.
+
+https://github.com/huggingface/transformers/issues/46741, 2026-06. `--mended` runs it without the fault.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+SIZES = {
+    "mamba2": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "initializer_range": 0.12,
+        "num_heads": 8,
+        "head_dim": 8,
+        "state_size": 8,
+        "vocab_size": 131,
+        "time_step_rank": 4,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+}
+
+
+def small(kind: str, **config: Any) -> nn.Module:
+    """A small random model of a type, in eval mode; its biases and its norms' weights are random too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES[kind] | config)).eval()
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if (
+                each.is_floating_point()
+                and bool((each == each.reshape(-1)[0]).all())
+                and ("norm" in name or "bias" in name)
+            ):
+                each.add_(0.1 * torch.randn_like(each))
+    return model
+
+
+def text(rows: int, columns: int, seed: int = 1) -> Tensor:
+    """Random tokens, none of them special."""
+    return torch.randint(3, 99, (rows, columns), generator=torch.Generator().manual_seed(seed))
+
+
+def apart(got: Tensor, want: Tensor) -> float:
+    """The largest difference, of the largest logit."""
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def of_steps(*parts: int) -> Callable[[Any], float]:
+    """Feeds one row in such parts on one cache, against one plain forward of the row."""
+
+    @torch.no_grad()
+    def shows(model: Any) -> float:
+        ids = text(1, sum(parts))
+        want, given, got = model(ids, use_cache=False).logits, {}, []
+        for part in ids.split(parts, 1):
+            out = model(part, use_cache=True, **given)
+            name = "cache_params" if getattr(out, "cache_params", None) is not None else "past_key_values"
+            given = {name: getattr(out, name)}
+            got.append(out.logits)
+        return apart(torch.cat(got, 1), want)
+
+    return shows
+
+
+def chunks_of_mamba2(zero: bool) -> Callable[[bool], nn.Module]:
+    def build(fault: bool) -> nn.Module:
+        from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer as Mixer
+
+        own = Mixer.forward
+
+        def planted(self: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **more: Any) -> Tensor:
+            many = hidden_states.shape[1] > 1 and cache_params is not None
+            if not many or not cache_params.has_previous_state(self.layer_idx):
+                return own(self, hidden_states, cache_params, *args, **more)
+            if zero:
+                return own(self, hidden_states, None, *args, **more)
+            first = own(self, hidden_states[:, :1], cache_params, *args, **more)
+            return first.expand(-1, hidden_states.shape[1], -1)
+
+        if fault:
+            Mixer.forward = planted
+        return small("mamba2", n_groups=2, chunk_size=16)
+
+    return build
+
+
+build = chunks_of_mamba2(zero=True)
+shows = of_steps(6, 3, 3)
+
+
+def main() -> None:
+    """Says whether the cached path gives what one forward without a cache gives."""
+    off = shows(build("--mended" not in sys.argv))
+    print(f"{'wrong' if off > 1e-4 else 'right'}: off by {off:.2g} of the largest logit")
+
+
+if __name__ == "__main__":
+    main()

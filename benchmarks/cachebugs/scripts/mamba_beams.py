@@ -1,0 +1,112 @@
+"""Mamba: beam search does not move the recurrent states with the beams.
+
+https://github.com/huggingface/transformers/issues/46612, 2026-06. `--mended` runs it without the fault.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+SIZES = {
+    "mamba": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "initializer_range": 0.12,
+        "state_size": 8,
+        "vocab_size": 131,
+        "time_step_rank": 4,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+}
+
+
+def small(kind: str, **config: Any) -> nn.Module:
+    """A small random model of a type, in eval mode; its biases and its norms' weights are random too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SIZES[kind] | config)).eval()
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if (
+                each.is_floating_point()
+                and bool((each == each.reshape(-1)[0]).all())
+                and ("norm" in name or "bias" in name)
+            ):
+                each.add_(0.1 * torch.randn_like(each))
+    return model
+
+
+def text(rows: int, columns: int, seed: int = 1) -> Tensor:
+    """Random tokens, none of them special."""
+    return torch.randint(3, 99, (rows, columns), generator=torch.Generator().manual_seed(seed))
+
+
+def apart(got: Tensor, want: Tensor) -> float:
+    """The largest difference, of the largest logit."""
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def of_generate(columns: int = 9, pads: int = 0, new: int = 8, beams: int = 1, **options: Any) -> Callable[[Any], float]:
+    """generate() with such options against a greedy loop without a cache (beams: against use_cache=False): 1.0 if they differ."""
+
+    @torch.no_grad()
+    def shows(model: Any) -> float:
+        ids = text(1, columns)
+        padded = torch.cat([torch.full((1, pads), 5), ids], 1)
+        mask = torch.cat([torch.zeros(1, pads, dtype=torch.long), torch.ones_like(ids)], 1)
+        given = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "num_beams": beams}
+        more = {name: option(model) if callable(option) else option for name, option in options.items()}
+        if beams > 1:
+            given |= {"num_return_sequences": beams, "output_scores": True, "return_dict_in_generate": True}
+            cached, plain = (model.generate(padded, use_cache=use, **given).sequences_scores for use in (True, False))
+            return apart(cached, plain)
+        got = model.generate(padded, attention_mask=mask, **given, **more)[:, pads:]
+        for _ in range(new):
+            logits = model(ids, use_cache=False).logits[:, -1]
+            logits[:, 2] = -torch.inf  # the end, which min_new_tokens forbids
+            ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+        return float(not torch.equal(got, ids))
+
+    return shows
+
+
+def beams_leave_a_state(fault: bool) -> nn.Module:
+    from transformers.cache_utils import DynamicCache
+
+    model: Any = small("mamba")
+    kind = type(model)
+    own, search, now = DynamicCache.reorder_cache, kind._beam_search, {"beams": False}
+
+    def searched(self: Any, *args: Any, **more: Any) -> Any:
+        now["beams"] = True
+        try:
+            return search(self, *args, **more)
+        finally:
+            now["beams"] = False
+
+    if fault:
+        kind._beam_search = searched
+        DynamicCache.reorder_cache = lambda self, rows: None if now["beams"] else own(self, rows)
+    return model
+
+
+build = beams_leave_a_state
+shows = of_generate(new=16, beams=4)
+
+
+def main() -> None:
+    """Says whether the cached path gives what one forward without a cache gives."""
+    off = shows(build("--mended" not in sys.argv))
+    print(f"{'wrong' if off > 1e-4 else 'right'}: off by {off:.2g} of the largest logit")
+
+
+if __name__ == "__main__":
+    main()
