@@ -119,8 +119,12 @@ def shown(boards: dict[str, dict[str, Any]]) -> dict[str, Any]:
     lens = [(auto, name) for auto, name in keys if LENS in auto]
     versions = sorted({auto.partition(LENS)[2].strip() for auto, _ in lens}, key=Version)
     kinds = sorted({(auto.partition(LENS)[0].strip(), name) for auto, name in lens})
+    seen = {
+        column_of(use) for key in types for of_release in rows.values() for use in of_release.get(key, {}).get("uses", ())
+    }
+    columns = [column for column in COLUMNS if column in seen]
     of_types = [
-        _line(boards, rows, sections, _named(auto, name), [((auto, name), column) for column in COLUMNS], "types")
+        _line(boards, rows, sections, _named(auto, name), [((auto, name), column) for column in columns], "types")
         for auto, name in types
     ]
     of_lens = [
@@ -130,7 +134,7 @@ def shown(boards: dict[str, dict[str, Any]]) -> dict[str, Any]:
     tables = [
         {"id": "lens", "title": "generate() of TransformerLens from its cache", "rows": of_lens,
          "columns": [f"TransformerLens {one}" for one in versions]},
-        {"id": "types", "title": "Every type, every use", "rows": of_types, "columns": [*COLUMNS]},
+        {"id": "types", "title": "Every type, every use", "rows": of_types, "columns": columns},
     ]  # fmt: skip
     about = {f"torch {board['made_with']['torch']}" for board in boards.values()}
     return {
