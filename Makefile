@@ -149,7 +149,7 @@ referee: $(STAMP)
 	$(REFEREE)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target $(REFEREE)/lens transformer-lens
 	$(RELEASE) --lens
 	$(subst PYTHONPATH=,PYTHONPATH=$(REFEREE)/lens:,$(RELEASE)) --lens
-	$(RELEASE) --auto AutoModelForCausalLM $(TYPES)
+	$(RELEASE) $(TYPES) --auto AutoModelForCausalLM
 	$(RELEASE) --board --page
 	$(RELEASE) --referee
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -232,10 +233,13 @@ def test_a_report_has_what_got_worse_with_its_script_and_what_it_prints_now():
         for one in (row(type="mamba", uses={"several chunks": {"word": "right"}}), faulty("mamba", "print(0.2)"))
     )
     (worse,) = board.changes(before, after)
-    text = board_page.report("5.23.0", "5.24.0", [worse], ["0.3"])
-    assert "Uses that were not wrong with 5.23.0 and are with 5.24.0: 1." in text
-    assert "## mamba: several chunks" in text
-    assert "```python\n\nprint(0.2)\n```\n\nWith transformers 5.24.0 it prints `0.3`." in text
+    second = dataclasses.replace(worse, type="mamba2", fault={**worse.fault, "script": "print(2)"})
+    text = board_page.report("5.23.0", "5.24.0", [worse, second], ["0.3", ""])
+    assert "Uses that were not wrong with 5.23.0 and are with 5.24.0: 2." in text
+    assert "## several chunks: mamba, mamba2\n" in text
+    assert "|`mamba`|0.2 off|K, layer 0|`rows(0)`|`0.3`|\n|`mamba2`|0.2 off|K, layer 0|`rows(0)`|`0.2`|\n" in text
+    assert text.count("```python\nprint(0.2)\n```") == 1
+    assert "print(2)" not in text
     (better,) = board.changes(after, before)
     text = board_page.report("5.23.0", "5.24.0", [better], [""])
     assert "nothing to report" in text

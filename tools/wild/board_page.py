@@ -233,7 +233,9 @@ def _pairs(boards: dict[str, dict[str, Any]], sections: dict[str, Any]) -> Itera
 
 
 def report(old: str, new: str, found: Sequence[Change], here: Sequence[str]) -> str:
-    """A draft in Markdown: what is newly wrong, with its script and what it prints with the new release, and what else changed.
+    """A draft in Markdown: what is newly wrong, and what else changed.
+
+    A use that several types get wrong is one heading with all of them, and the script of the first: it is likely to be one fault.
 
     Args:
         old: The release before.
@@ -241,10 +243,13 @@ def report(old: str, new: str, found: Sequence[Change], here: Sequence[str]) -> 
         found: What changed.
         here: What the script of each change printed when it was run again with the new release, or nothing.
     """
-    worse = [(change, said) for change, said in zip(found, here, strict=True) if change.use and change.after == "wrong"]
+    worse: dict[tuple[str, str, str], list[tuple[Change, str]]] = {}
+    for change, said in zip(found, here, strict=True):
+        if change.use and change.after == "wrong":
+            worse.setdefault((change.auto, change.use, change.before), []).append((change, said))
     others = [change for change in found if change.use and change.after != "wrong"]
     template = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True
     ).get_template("report.md.j2")  # fmt: skip
     types = [change for change in found if not change.use]
-    return template.render(old=old, new=new, worse=worse, others=others, types=types)
+    return template.render(old=old, new=new, worse=worse, others=others, types=types, count=sum(map(len, worse.values())))
