@@ -162,17 +162,21 @@ class CauseSearch:
             [n for n, row in enumerate(self.distance.placed.rows) if row["off"] == "no"],
         )
         more = bool(fine.any()) and self._also(name, way, self.distance.tokens.at(fine))
-        # In float64, where nothing but the cause moves a log-prob. What is done to logits is done
-        # to all of them.
-        exact = (
+        # In float64, or where rounding is nothing beside it in float32: nothing but the cause moves a
+        # log-prob there. What is done to logits is done to all of them.
+        exact = PRECISIONS[0] if self._far() else TRUTH
+        plain = self.distance.row(exact, self.distance.tokens)
+        row = (
             None
             if way is None
-            else self.distance.row(dataclasses.replace(way, dtype="float64"), self.distance.tokens)
+            else self.distance.row(
+                dataclasses.replace(way, dtype=exact.dtype), self.distance.tokens
+            )
         )
         effect = (
             np.ones(len(self.distance.tokens.engine))
-            if exact is None
-            else np.abs(exact - self.distance.truth)
+            if row is None or plain is None
+            else np.abs(row - plain)
         )
         where = acting(
             self.distance.tokens,
@@ -469,29 +473,45 @@ class CauseSearch:
             ~self.distance.sample.held_out[at],
             self.distance.sample_truth[at],
         )
-        gaps = dict[str, float]()
+        gaps, elsewhere = dict[str, float](), list[Way]()
         # In float32, at less than half of the cost, where its rounding is small beside what is
         # looked for: which are nearest is asked, and those that are kept are computed as exactly as
         #     they are named.
-        quick = self.distance.row(PRECISIONS[0], few)
-        if quick is not None and self.distance.near is PRECISIONS[0]:
-            rounded, off = (mean_gap(row, truth, fit) for row in (quick, few.engine))
-            quick = quick if SMALL * rounded < off else None
+        quick, far = self.distance.row(PRECISIONS[0], few), self._far()
+        if self.distance.near is PRECISIONS[0] and not far:
+            quick = None
         plain = truth if quick is None else quick
         for way in ways:
             row = self.distance.row(
                 way if quick is None else dataclasses.replace(way, dtype="float32"), few
             )
+            if row is None:
+                continue
+            moves = np.nan_to_num(row - plain).any()
             # A text that stands first in a row has none before it, and is as it was.
-            if row is not None and (way.before is not None or np.nan_to_num(row - plain).any()):
+            if way.before is not None and not moves:
+                elsewhere.append(way)
+            if moves or way.before is not None:
                 gaps[way.name] = mean_gap(few.engine, row, fit)
                 self._note(
                     way.name,
                     gaps[way.name] / max(mean_gap(few.engine, truth, fit), TINY),
                     int(fit.sum()),
                 )
-        kept = sorted(gaps, key=gaps.__getitem__)[:SCREENED]
-        return [way for way in ways if way.name in kept]
+        # Where rounding is nothing beside the distance, a cause is nearer than none.
+        most = mean_gap(few.engine, truth, fit) if far else np.inf
+        kept = [name for name in sorted(gaps, key=gaps.__getitem__) if gaps[name] < most]
+        return [way for way in ways if way.name in kept[:SCREENED] or way in elsewhere]
+
+    def _far(self) -> bool:
+        """Whether the side is so much further off than float32 rounds that what it gives can be
+        looked for in float32.
+        """
+        own = self.distance.row(PRECISIONS[0], self.distance.sample)
+        side, truth = self.distance.sample.engine, self.distance.sample_truth
+        if own is None or self.distance.near is not PRECISIONS[0]:
+            return False
+        return SMALL * float(np.abs(own - truth).mean()) < float(np.abs(side - truth).mean())
 
     def _halves(self, rows: Mapping[str, Row], ways: Mapping[str, Way]) -> list[Way]:
         """Returns the quantised caches that are nearest, of keys or values alone, and in float64,

@@ -314,15 +314,16 @@ class Distance:
         # What is no rounding of a precision is none of a finer one.
         for precision in PRECISIONS[PRECISIONS.index(asked) :]:
             self.ours.tell(precision.name)
-            own = self.row(precision, self.tokens)
-            if own is None:
-                continue
-            ratio = self.tokens.ratio(self.gap, self.between(own, self.truth), self.seed)
             # What was not declared is stood on only where its differences go with ours: two engines
             # in one precision round the same weights, and often more, alike.
             same = self._goes_with(precision)
-            # Where that is settled already the nulls wait until they are asked for.
-            limits = self.rounding(precision) if precision is asked or same else None
+            # Where that is settled some tokens are enough, and the nulls wait until they are asked
+            # for.
+            decides = precision is asked or same
+            ratio = self._ratio(precision, *self._judged_on(decides))
+            if ratio is None:
+                continue
+            limits = self.rounding(precision) if decides else None
             lies = (
                 limits is not None
                 and ratio["mean"] <= limits["null_mean"]
@@ -342,16 +343,26 @@ class Distance:
         )
         return stands is not None and not other
 
+    def _judged_on(self, every: bool) -> tuple[Tokens, Row]:
+        """Every judged token and our float64 of it; or those on which causes are tried."""
+        return (self.tokens, self.truth) if every else (self.sample, self.sample_truth)
+
+    def _ratio(self, precision: Way, tokens: Tokens, truth: Row) -> dict[str, float] | None:
+        """How far the side is in units of our own distance in a precision; None where it cannot be
+        run.
+        """
+        own = self.row(precision, tokens)
+        if own is None:
+            return None
+        return tokens.ratio(np.abs(tokens.engine - truth), self.between(own, truth), self.seed)
+
     def _goes_with(self, precision: Way) -> bool:
         """Whether the side's differences to float64 surely go with ours in a precision, or with
         those of its weights alone.
         """
         for way in (precision, WEIGHTS.get(precision.name)):
             # Some tokens first, which are enough to say no.
-            for tokens, truth in (
-                (self.sample, self.sample_truth),
-                (self.tokens, self.truth),
-            ):
+            for tokens, truth in map(self._judged_on, (False, True)):
                 row = None if way is None else self.row(way, tokens)
                 if row is None or not alike(tokens.engine - truth, row - truth):
                     break
@@ -360,14 +371,15 @@ class Distance:
         return False
 
     def measured_rungs(self) -> list[dict[str, Any]]:
-        """Returns the precisions' distances with the nulls of each, measured now where they were
-        not yet.
+        """Returns the precisions' distances on every token with the nulls of each, measured now
+        where they were not yet.
         """
-        for row in self.table["rungs"]:
+        rows: list[dict[str, Any]] = self.table["rungs"]
+        for row in rows:
             if row["own"] is None:
                 (precision,) = (one for one in PRECISIONS if one.name == row["precision"])
+                row |= self._ratio(precision, *self._judged_on(True)) or {}
                 row |= self.rounding(precision) or {}
-        rows: list[dict[str, Any]] = self.table["rungs"]
         return rows
 
     def _say_precision(self, stands: str, within: bool) -> None:
