@@ -135,7 +135,7 @@ wild: $(STAMP)
 	PYTHONPATH=tools $(BIN)/python -m wild --table --reports --board
 
 # What a release of transformers decodes otherwise than the one before, the day it comes: an environment of that release upon this one, each use of each causal type
-# once, TransformerLens as pinned and as pip has it, a row on the board, and a draft of a report. Some 15 minutes of one core; it goes on where it stopped. Fails where
+# once, TransformerLens as pinned and as pip has it, a row on the board, and a draft of a report. Some 10 minutes of one core; it goes on where it stopped. Fails where
 # a use got worse.
 TRANSFORMERS ?= $(error which release? make referee TRANSFORMERS=5.25.0)
 REFEREE = .venv-referee-$(TRANSFORMERS)

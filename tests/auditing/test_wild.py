@@ -207,8 +207,8 @@ def test_the_page_of_releases_opens_the_script_of_each_fault_and_is_escaped(tmp_
     assert '<th scope="row">llama</th>' in text
     assert "Absent, then tried: gone" in text
     said = json.loads((tmp_path / "badges" / "transformers-5.18.0.json").read_text())
-    assert (said["message"], said["color"]) == ("1 of 3 types wrong", "red")
-    assert "0 of 2 types wrong" in (tmp_path / "badges" / "transformers-5.9.0.svg").read_text()
+    assert (said["message"], said["color"]) == ("1 of 3 types wrong", "red")  # Of three that there are.
+    assert "0 of 2 types wrong (3 there are)" in (tmp_path / "badges" / "transformers-5.9.0.svg").read_text()
 
 
 def test_a_cell_has_one_mark_where_all_releases_agree_and_else_one_each(tmp_path):

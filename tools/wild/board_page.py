@@ -88,8 +88,14 @@ def faulty(board: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def summary(board: dict[str, Any]) -> str:
-    """What a release comes to, for its badge."""
-    return f"{len(faulty(board))} of {len(tried(board))} types wrong" if tried(board) else "no type walked"
+    """What a release comes to, for its badge; of a release that was walked in part it says how many types there are."""
+    had = {row["auto"] for row in board["rows"]}
+    left = sum(len(set(names)) for auto, names in board["types"].items() if auto in had)
+    walked = sum(row["auto"] in AUTO for row in board["rows"])
+    if not walked:
+        return "no type walked"
+    wrong = f"{len(faulty(board))} of {len(tried(board))} types wrong"
+    return wrong if walked >= left else f"{wrong} ({left} there are)"
 
 
 def badge(label: str, said: str) -> str:
@@ -139,7 +145,7 @@ def shown(boards: dict[str, dict[str, Any]]) -> dict[str, Any]:
     about = {f"torch {board['made_with']['torch']}" for board in boards.values()}
     return {
         "releases": [*boards],
-        "walked": {release: len([row for row in board["rows"] if row["auto"] in AUTO]) for release, board in boards.items()},
+        "walked": {release: sum(row["auto"] in AUTO for row in board["rows"]) for release, board in boards.items()},
         "badges": {release: summary(board) for release, board in boards.items()},
         "about": ", ".join(sorted(about)),
         "pairs": [*_pairs(boards, sections)],
