@@ -206,6 +206,7 @@ def test_the_page_of_releases_opens_the_script_of_each_fault_and_is_escaped(tmp_
     assert "several chunks: right, then <strong>wrong</strong>" in text
     assert '<th scope="row">llama</th>' in text
     assert "Absent, then tried: gone" in text
+    assert "2 uses of 2 types were tried in 5.18.0 and in a release before it" in text
     said = json.loads((tmp_path / "badges" / "transformers-5.18.0.json").read_text())
     assert (said["message"], said["color"]) == ("1 of 3 types wrong", "red")  # Of three that there are.
     assert "0 of 2 types wrong (3 there are)" in (tmp_path / "badges" / "transformers-5.9.0.svg").read_text()
@@ -218,13 +219,21 @@ def test_a_cell_has_one_mark_where_all_releases_agree_and_else_one_each(tmp_path
         {
             "5.1.0": [row(type="llama", uses=uses), row(type="later", uses=uses), row(type="mamba", uses=uses)],
             "5.2.0": [row(type="llama", uses=uses), faulty("mamba", "print(1)"), row(type="other", uses=uses)],
+            "5.3.0": [row(type="llama", uses=uses), faulty("later", "print(1)"), row(type="other", uses=uses)],
         },
     )
     board_page.write_boards(boards, tmp_path)
     (table,) = [table for table in board_page.shown(boards)["tables"] if table["id"] == "types"]
     assert table["columns"] == ["chunks", "batch"]
     marks = {row["name"]: "".join(mark["text"] for mark in row["cells"][0]) for row in table["rows"]}
-    assert marks == {"llama": "✓", "later": "✓·", "mamba": "✓✗", "other": "–✓"}
+    assert marks == {"llama": "✓", "later": "✓·✗", "mamba": "✓✗·", "other": "–✓✓"}
+    changed = [
+        (pair["after"], one["name"])
+        for pair in board_page.shown(boards)["pairs"]
+        for use in pair["uses"]
+        for one in use["types"]
+    ]
+    assert changed == [("5.2.0", "mamba"), ("5.3.0", "later")]  # Walked last two releases before.
 
 
 def test_a_report_has_what_got_worse_with_its_script_and_what_it_prints_now():

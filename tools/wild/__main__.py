@@ -277,7 +277,7 @@ def referee(given: argparse.Namespace) -> None:
     boards = board_page.boards_of(ROOT / "docs" / "board" / "quick")
     new = transformers.__version__
     old = board_page.before(boards, new)
-    found = [*board.changes(boards[old], boards[new])]
+    found = [*board.changes(board_page.up_to(boards, old), boards[new])]
     place = ROOT / "out" / "referee" / f"transformers-{new}.md"
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(board_page.report(old, new, found, again(found)), encoding="utf-8")

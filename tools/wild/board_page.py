@@ -52,6 +52,15 @@ def before(boards: dict[str, dict[str, Any]], release: str) -> str:
     return older[-1]
 
 
+def up_to(boards: dict[str, dict[str, Any]], release: str) -> dict[str, Any]:
+    """The board of a release with the rows of those before for what was not walked in it."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for one, board in boards.items():
+        if Version(one) <= Version(release):
+            rows |= {(row["auto"], row["type"]): row for row in board["rows"]}
+    return {**boards[release], "rows": [*rows.values()]}
+
+
 def write_boards(boards: dict[str, dict[str, Any]], folder: Path) -> Path:
     """Writes ``index.html`` and a badge of each release, and says where.
 
@@ -212,9 +221,12 @@ def _section(
 
 
 def _pairs(boards: dict[str, dict[str, Any]], sections: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    names = [*boards]
-    for old, new in itertools.pairwise(names):
-        found = [*changes(boards[old], boards[new])]
+    """What changed up to each release, each type beside the last release before in which it was walked."""
+    for old, new in itertools.pairwise(boards):
+        found = [*changes(earlier := up_to(boards, old), boards[new])]
+        last = {(row["auto"], row["type"]): row for row in earlier["rows"]}
+        both = [(last[key], row) for row in boards[new]["rows"] if (key := (row["auto"], row["type"])) in last]
+        compared = [len(was["uses"].keys() & now["uses"].keys()) for was, now in both]
         of_use = [change for change in found if change.use]
         links = {
             id(change): name for change in of_use for name, kept in sections.items()
@@ -232,7 +244,13 @@ def _pairs(boards: dict[str, dict[str, Any]], sections: dict[str, Any]) -> Itera
             state: [_named(one.auto, one.type) for one in found if not one.use and (one.before, one.after) == state]
             for state in dict.fromkeys((one.before, one.after) for one in found if not one.use)
         }  # fmt: skip
-        yield {"before": old, "after": new, "uses": uses, "types": types}
+        yield {
+            "before": old,
+            "after": new,
+            "uses": uses,
+            "types": types,
+            "compared": f"{sum(compared)} uses of {sum(map(bool, compared))} types",
+        }
 
 
 # What a maintainer is told ------------------------------------------------------------------------------------------------
