@@ -11,7 +11,7 @@ import pytest
 import kvinterp as kv
 from kvinterp.common.result import Result
 from kvinterp.comparison.comparing import compare_examples
-from kvinterp.comparison.facts import judged
+from kvinterp.data.tasks import judged
 from kvinterp.findings import findings_of, lines_of
 from kvinterp.papers.behaviour import divergence as d
 from kvinterp.papers.behaviour.decoding import write

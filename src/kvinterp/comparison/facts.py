@@ -7,17 +7,10 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from kvinterp.data import JUDGES, score
 from kvinterp.metrics.statistics import mean_error
 
 if TYPE_CHECKING:
     from kvinterp.comparison import Comparison
-    from kvinterp.data import Prompt
-
-
-def judged(prompt: Prompt | None, text: object) -> bool | None:
-    """Whether a prompt was answered right; None if its task has no judge."""
-    return None if prompt is None or prompt.task not in JUDGES else score(prompt, str(text))
 
 
 def decoded(comparison: Comparison, table: str, first: int = 1) -> pd.DataFrame:

@@ -14,8 +14,9 @@ from kvinterp.common.checks import check_whole
 from kvinterp.common.files import is_file
 from kvinterp.data.example import Prompt
 from kvinterp.data.few_shot import FewShot
+from kvinterp.data.forms import names_source
 from kvinterp.data.jsonl import prompts_of
-from kvinterp.data.sources import SOURCES, names_source, source_named
+from kvinterp.data.sources import SOURCES, source_named
 from kvinterp.data.tasks import TASKS
 from kvinterp.errors import InputError, located, unknown
 

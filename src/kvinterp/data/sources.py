@@ -6,7 +6,6 @@ Their common options are the fields of :class:`kvinterp.data.few_shot.FewShot`.
 
 from __future__ import annotations
 
-import re
 from dataclasses import KW_ONLY, dataclass, replace
 
 from kvinterp.common import spec
@@ -67,12 +66,6 @@ def _numbered(examples: list[Example], name: str) -> list[Example]:
 
 
 SOURCES: dict[str, type[FewShot]] = spec.by_name(Gsm8k, Jsonl, Arithmetic, Restate, Instructions)
-_FORM = re.compile(rf"\s*({'|'.join(SOURCES)})\(.*\)\s*", re.DOTALL)
-
-
-def names_source(text: str) -> bool:
-    """Whether a text has the form of a source: a name of SOURCES and brackets."""
-    return _FORM.fullmatch(text) is not None
 
 
 def source_named(text: str) -> FewShot:

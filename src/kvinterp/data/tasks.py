@@ -63,6 +63,11 @@ def score(prompt: Prompt, completion: str) -> bool:
     return JUDGES[prompt.task](prompt, cut_at(completion, prompt.meta.get("until", ())))
 
 
+def judged(prompt: Prompt | None, text: object) -> bool | None:
+    """Whether a prompt was answered right; None if its task has no judge."""
+    return None if prompt is None or prompt.task not in JUDGES else score(prompt, str(text))
+
+
 def stream(name: str, seed: int, split: Split = "train") -> Iterator[Example]:
     """Yields a task's examples without end; problems may repeat. See :meth:`Task.generate` for
     different ones.

@@ -6,8 +6,9 @@ imported.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvinterp.common import on_demand
 
 if TYPE_CHECKING:
     from kvinterp.models.adapter import Adapter, ModelInfo, dtype_named
@@ -27,15 +28,12 @@ __all__ = [
     "wrap",
 ]
 
-_HOMES = {
-    "adapter": ("Adapter", "ModelInfo", "Tap", "dtype_named"),
-    "load": ("KINDS", "load_model", "wrap"),
-    "sites": ("SITES", "expand_sites"),
-}
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'kvinterp.models' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"kvinterp.models.{_HOME[name]}"), name)
+__getattr__ = on_demand.names_of(
+    __name__,
+    {
+        "adapter": ("Adapter", "ModelInfo", "dtype_named"),
+        "hooks": ("Tap",),
+        "load": ("KINDS", "load_model", "wrap"),
+        "sites": ("SITES", "expand_sites"),
+    },
+)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +14,13 @@ import torch
 from torch import Tensor
 
 from kvinterp.common.checks import check_whole, given_list, whole_number
-from kvinterp.data import TASKS, Prompt, names_source
+from kvinterp.data import Prompt
 from kvinterp.data.chat import prompt_ids
+from kvinterp.data.forms import names_generator, names_source
 from kvinterp.errors import InputError, shown
 
 if TYPE_CHECKING:
     from kvinterp.models.adapter import Adapter
-
-
-_GENERATOR = re.compile(rf"({'|'.join(TASKS)}):\d+(:\d+)?")
 
 
 # Layers, heads and steps --------------------------------------------------------------------------
@@ -271,7 +268,7 @@ def encode(adapter: Adapter, prompt: Any, max_new_tokens: int) -> list[int]:
         InputError: There is nothing to run, or it does not fit.
     """
     max_new_tokens = check_whole("max_new_tokens", max_new_tokens)
-    if isinstance(prompt, str) and (_GENERATOR.fullmatch(prompt) or names_source(prompt)):
+    if isinstance(prompt, str) and (names_generator(prompt) or names_source(prompt)):
         raise InputError(
             f"prompt {prompt!r} names a generator: give kv.load_prompts({prompt!r}), which makes the prompts."
         )

@@ -2,20 +2,25 @@
 parts.
 """
 
-from kvinterp.patching.ablations import Ablation
-from kvinterp.patching.around import patched
-from kvinterp.patching.bench import DONORS, PatchAnswer, PatchBench, PatchRequest
-from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
-from kvinterp.patching.continuing import PatchedGeneration, patched_generation
-from kvinterp.patching.decomposition import Decomposition, decompose
-from kvinterp.patching.distances import DISTANCES
-from kvinterp.patching.donors import donor_trace
-from kvinterp.patching.localising import Cause, localise
-from kvinterp.patching.patch import PATCH_SITES, Patch
-from kvinterp.patching.planted import Plant
-from kvinterp.patching.steering import Steering, steer
-from kvinterp.patching.sweeping import DIRECTIONS, PRESETS, SWEEPS, highest_kl, sweep
-from kvinterp.patching.table import Sweep
+from typing import TYPE_CHECKING
+
+from kvinterp.common import on_demand
+
+if TYPE_CHECKING:
+    from kvinterp.patching.ablations import Ablation
+    from kvinterp.patching.around import patched
+    from kvinterp.patching.bench import DONORS, PatchAnswer, PatchBench, PatchRequest
+    from kvinterp.patching.clean_corrupted import ActivationPatching, activation_patching
+    from kvinterp.patching.continuing import PatchedGeneration, patched_generation
+    from kvinterp.patching.decomposition import Decomposition, decompose
+    from kvinterp.patching.distances import DISTANCES
+    from kvinterp.patching.donors import donor_trace
+    from kvinterp.patching.localising import Cause, localise
+    from kvinterp.patching.patch import PATCH_SITES, Patch
+    from kvinterp.patching.planted import Plant
+    from kvinterp.patching.steering import Steering, steer
+    from kvinterp.patching.sweeping import DIRECTIONS, PRESETS, SWEEPS, highest_kl, sweep
+    from kvinterp.patching.table import Sweep
 
 __all__ = [
     "DIRECTIONS",
@@ -46,3 +51,52 @@ __all__ = [
     "steer",
     "sweep",
 ]
+
+__getattr__ = on_demand.names_of(
+    __name__,
+    {
+        "ablations": ("Ablation",),
+        "around": ("patched",),
+        "bench": (
+            "DONORS",
+            "PatchAnswer",
+            "PatchBench",
+            "PatchRequest",
+        ),
+        "clean_corrupted": (
+            "ActivationPatching",
+            "activation_patching",
+        ),
+        "continuing": (
+            "PatchedGeneration",
+            "patched_generation",
+        ),
+        "decomposition": (
+            "Decomposition",
+            "decompose",
+        ),
+        "distances": ("DISTANCES",),
+        "donors": ("donor_trace",),
+        "localising": (
+            "Cause",
+            "localise",
+        ),
+        "patch": (
+            "PATCH_SITES",
+            "Patch",
+        ),
+        "planted": ("Plant",),
+        "steering": (
+            "Steering",
+            "steer",
+        ),
+        "sweeping": (
+            "DIRECTIONS",
+            "PRESETS",
+            "SWEEPS",
+            "highest_kl",
+            "sweep",
+        ),
+        "table": ("Sweep",),
+    },
+)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import pandas as pd
@@ -30,9 +30,9 @@ from kvinterp.common.numbers import models_of
 from kvinterp.common.result import Contents, Result, signed
 from kvinterp.common.vocabulary import PARTS
 from kvinterp.errors import located
-from kvinterp.models import dtype_named, wrap
+from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.inputs import encode
-from kvinterp.models.provenance import provenance
+from kvinterp.models.provenance import autocast, provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.decomposition import check_splittable, step_rows
 from kvinterp.patching.hook import PatchHook
@@ -207,6 +207,38 @@ def localise(
     sides = dict(zip(("cached", "recompute"), map(str, paths), strict=True))
     cause.provenance = provenance(adapter, paths=sides, plant=None if plant is None else str(plant))
     return cause
+
+
+def planted_controls(adapter: Adapter, prompt: Sequence[int], example: int) -> list[dict[str, Any]]:
+    """Plants a difference in each kind of place and reports where :func:`localise` finds it, once a
+    model: controls of a sweep.
+
+    The planted difference is far larger than float64's rounding, so the place found depends on the
+    model and not on the prompt. Later sweeps reuse the result, with example -1 if it came from
+    another prompt.
+    """
+
+    def localise_plants() -> tuple[list[int], list[Any]]:
+        middle = adapter.facts.layers // 2
+        plants = (Plant("kv", middle), Plant("row", middle), Plant("unembedding"))
+        return list(prompt), [
+            (plant, localise(adapter, list(prompt), plant, dtype="float64")) for plant in plants
+        ]
+
+    planted_in, causes = adapter.checked_once(localise_plants, "plants", autocast(adapter.device))
+    checks = []
+    for plant, cause in causes:
+        right = cause.place == plant.place and (
+            plant.place == "unembedding" or cause.layer == plant.layer
+        )
+        where = {
+            "site": cause.place,
+            "layer": cause.layer,
+            "recovery": cause.share if right else float("nan"),
+        }
+        number = example if planted_in == list(prompt) else -1
+        checks.append({"control": f"planted {plant.place}", **where, "example": number})
+    return checks
 
 
 def _cause(split: Split, suffix: int) -> Cause:

@@ -27,11 +27,10 @@ from kvinterp.models import Adapter, wrap
 from kvinterp.models.answers import LOGIT_DIFFERENCE, pair_for
 from kvinterp.models.hook_names import layers_with, one_site
 from kvinterp.models.inputs import chosen_layers, encode_all
-from kvinterp.models.provenance import autocast, provenance
+from kvinterp.models.provenance import provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.patching.distances import DISTANCES, check_finite, distances_of, name_of
 from kvinterp.patching.hook import PatchHook
-from kvinterp.patching.localising import localise
 from kvinterp.patching.patch import (
     PATCHED_CACHE,
     Patch,
@@ -41,7 +40,6 @@ from kvinterp.patching.patch import (
     heads_at,
     positions_of,
 )
-from kvinterp.patching.planted import Plant
 from kvinterp.patching.side_by_side import (
     PlannedPatch,
     Setting,
@@ -263,7 +261,10 @@ def sweep(
             check_finite(advanced.distances, f"example {example}")
             tables.add(example, len(tokens[example]), planned, advanced)
         if controls == "all" and adapter.attention_only:
-            tables.controls += _planted_controls(adapter, tokens[swept[0]], swept[0])
+            # Few sweeps ask for these, and so few load what splits a difference.
+            from kvinterp.patching.localising import planted_controls
+
+            tables.controls += planted_controls(adapter, tokens[swept[0]], swept[0])
         about = provenance(adapter, max_new_tokens=max_new_tokens)
     settings = {
         "site": site, "sweep": over, "direction": direction, "protocol": protocol, "steps": str(steps),
@@ -451,37 +452,3 @@ def _labels(patch: Patch, layer: int) -> dict[str, Any]:
         "head": patch.heads[0] if patch.heads else -1,
         "positions": positions,
     }
-
-
-def _planted_controls(
-    adapter: Adapter, prompt: Sequence[int], example: int
-) -> list[dict[str, Any]]:
-    """Plants a difference in each kind of place and reports where :func:`localise` finds it, once a
-    model.
-
-    The planted difference is far larger than float64's rounding, so the place found depends on the
-    model and not on the prompt. Later sweeps reuse the result, with example -1 if it came from
-    another prompt.
-    """
-
-    def localise_plants() -> tuple[list[int], list[Any]]:
-        middle = adapter.facts.layers // 2
-        plants = (Plant("kv", middle), Plant("row", middle), Plant("unembedding"))
-        return list(prompt), [
-            (plant, localise(adapter, list(prompt), plant, dtype="float64")) for plant in plants
-        ]
-
-    planted_in, causes = adapter.checked_once(localise_plants, "plants", autocast(adapter.device))
-    checks = []
-    for plant, cause in causes:
-        right = cause.place == plant.place and (
-            plant.place == "unembedding" or cause.layer == plant.layer
-        )
-        where = {
-            "site": cause.place,
-            "layer": cause.layer,
-            "recovery": cause.share if right else float("nan"),
-        }
-        number = example if planted_in == list(prompt) else -1
-        checks.append({"control": f"planted {plant.place}", **where, "example": number})
-    return checks

@@ -49,8 +49,8 @@ from kvinterp.commands.kit import (
 )
 from kvinterp.common import words
 from kvinterp.comparison import COLUMNS, PARTS, Comparison
-from kvinterp.comparison.facts import judged
 from kvinterp.data import Prompt
+from kvinterp.data.tasks import judged
 from kvinterp.findings import UNKNOWN
 from kvinterp.models.threads import own_threads
 from kvinterp.papers.behaviour.divergence import behaviour_tables, conditions

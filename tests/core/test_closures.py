@@ -1,0 +1,60 @@
+"""What a verb loads: a run reads no problem, records no generation, and a sweep splits no difference unless it is asked to."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+import kvinterp as kv
+from kvinterp.data import forms, sources, tasks
+
+LOADED = """
+import json, sys
+import kvinterp as kv
+model = kv.load_model("zoo:gqa2-mini")
+{call}
+print(json.dumps([name for name in sys.modules if name.startswith("kvinterp.")]))
+"""
+GENERATIONS = ("recording.around", "recording.generation", "recording.parts", "models.passes")
+PROBLEMS = ("data.tasks", "data.sources", "data.prompts")
+CALLS = {
+    "run": (
+        'kv.run(model, [3, 4, 5], max_new_tokens=2, record="resid_post")',
+        (*GENERATIONS, *PROBLEMS, "comparison", "patching"),
+    ),
+    "compare": ('kv.compare(model, [[3, 4, 5]], max_new_tokens=2, progress="none")', (*GENERATIONS, *PROBLEMS, "patching")),
+    "sweep": (
+        'kv.sweep(model, [3, 4, 5], "resid_post", max_new_tokens=2, progress="none")',
+        (*GENERATIONS, *PROBLEMS, "patching.bench", "patching.steering", "patching.splitting", "patching.localising"),
+    ),
+}
+
+
+@pytest.mark.parametrize("verb", CALLS)
+def test_a_verb_loads_nothing_that_it_does_not_need(verb: str) -> None:
+    call, without = CALLS[verb]
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LOADED.format(call=call)], capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr
+    loaded = json.loads(ran.stdout.splitlines()[-1])
+    assert "kvinterp.paths.runner" in loaded
+    assert [name for name in without if f"kvinterp.{name}" in loaded] == []
+
+
+@pytest.mark.parametrize("package", ["data", "models", "patching", "recording"])
+def test_what_a_package_offers_is_there_and_no_file_hides_it(package: str) -> None:
+    offering = importlib.import_module(f"kvinterp.{package}")
+    for name in offering.__all__:
+        assert not isinstance(getattr(offering, name), type(kv)), f"a file of {package} is called {name}"
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = offering.nothing
+
+
+def test_the_forms_of_prompts_are_those_that_can_be_made() -> None:
+    assert tuple(tasks.TASKS) == forms.GENERATORS
+    assert tuple(sources.SOURCES) == forms.SOURCES
