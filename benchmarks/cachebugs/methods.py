@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from run import BUGS, HERE, loaded
+from run import BUGS, HERE, loaded, share
 
 RESULTS = HERE / "results.jsonl"
 Told = str
@@ -163,9 +163,10 @@ def main() -> None:
     if given.table:
         print(table(rows))
         return
-    import transformers  # noqa: F401  # what the children share
+    import kvinterp.auditing.audit
+    import kvinterp.testing  # noqa: F401  # what the children share
 
-    import kvinterp.auditing.audit  # noqa: F401
+    share()
 
     known = {(row["name"], row["mended"], row["method"]) for row in rows}
     methods = given.methods.split(",")

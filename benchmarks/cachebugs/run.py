@@ -56,6 +56,18 @@ def said_here(name: str, mended: bool) -> tuple[str, float]:
     return out.getvalue().splitlines()[-1], time.process_time() - began
 
 
+def share() -> None:
+    """Imports what the scripts do, once, so that children of this process have it; nothing is built here."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+    importlib.import_module("transformers.generation.utils")
+    for name in BUGS:
+        with contextlib.suppress(ImportError):  # TransformerLens 4 has no HookedTransformer.
+            for kind in getattr(loaded(name), "SIZES", {}):
+                module = model_type_to_module_name(kind)
+                importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+
+
 def right(bad: str, good: str) -> bool:
     """Whether the fault is shown, and is not where it is mended."""
     return bad.startswith("wrong: ") and good.startswith("right: ")
@@ -71,10 +83,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         ask = said
         if given.fork:
-            import torch
-            import transformers  # noqa: F401  # what the children share
-
-            torch.set_num_threads(1)
+            share()
             context = multiprocessing.get_context("fork")
             pool = stack.enter_context(context.Pool(1, maxtasksperchild=1))
             ask = lambda name, mended: pool.apply(said_here, (name, mended))  # noqa: E731

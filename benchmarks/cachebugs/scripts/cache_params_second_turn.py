@@ -28,8 +28,8 @@ def build(fault: bool) -> nn.Module:
 
     @functools.wraps(own)
     def mended(self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **more: Any) -> Any:
-        mask = model_kwargs.get("attention_mask")
-        if model_kwargs.get("cache_params") is not None and mask is not None and mask.shape[1] == input_ids.shape[1]:
+        whole = getattr(generation_config, "_mask_length", -1) == input_ids.shape[1]
+        if model_kwargs.get("cache_params") is not None and whole:
             input_ids = input_ids[:, self.held :]
         return own(self, input_ids, generation_config, model_kwargs, **more)
 
