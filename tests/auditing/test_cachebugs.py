@@ -16,6 +16,7 @@ from support import has_hooked_transformer
 HOME = Path(__file__).parents[2] / "benchmarks" / "cachebugs"
 sys.path.insert(0, str(HOME))
 import make  # noqa: E402
+import methods  # noqa: E402
 import run  # noqa: E402
 
 SAMPLE = ("top_left", "second_turn")
@@ -65,3 +66,18 @@ def test_a_script_imports_neither_kvinterp_nor_another_file_here(name: str) -> N
             imported.add(str(node.module).split(".")[0])
     assert imported - {"torch", "transformers", "transformer_lens"} <= sys.stdlib_module_names
     assert json.dumps(run.BUGS[name])
+
+
+@pytest.mark.parametrize("method", ["greedy", "tokens", "allclose"])
+def test_an_assertion_of_others_finds_a_plain_fault_and_not_its_twin(method: str) -> None:
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        bad, good = (pool.apply(methods.asked, ("gpt2_single", mended, method)) for mended in (False, True))
+    assert (bad["said"], good["said"]) == ("found", "right")
+
+
+def test_what_was_asked_is_of_bugs_that_there_are_and_the_page_has_its_table() -> None:
+    rows = [json.loads(line) for line in methods.RESULTS.read_text(encoding="utf-8").splitlines()]
+    assert {row["name"] for row in rows} <= {*run.BUGS}
+    assert len({(row["name"], row["mended"], row["method"]) for row in rows}) == len(rows)
+    for page in (HOME / "README.md", HOME.parents[1] / "docs" / "known_bugs.md"):
+        assert methods.table(rows) in page.read_text(encoding="utf-8"), page
