@@ -30,7 +30,7 @@ class Source(dict[str, Any]):
     def __init__(self, file: Path) -> None:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         super().__init__(__name__=__name__, __doc__=ast.get_docstring(tree))
-        self.nodes = {name: node for node in tree.body for name in _bound(node)}
+        self.nodes = {name: node for node in _statements(tree.body) for name in _bound(node)}
 
     def __missing__(self, name: str) -> Any:
         node = self.nodes[name]
@@ -101,6 +101,17 @@ def file_of(module: str) -> Path:
     # A package's own file is its __init__.py.
     path = (whole.parent if whole.name == "__init__.py" else whole).joinpath(*below)
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module, with those for type checkers alone, in which a package imports
+    what it offers on demand.
+    """
+    for node in body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from node.body
+        else:
+            yield node
 
 
 def _bound(node: ast.stmt) -> list[str]:
