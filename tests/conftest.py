@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_testnodedown(node: Any) -> None:
     """The closing line counts what the workers of pytest-xdist deselected too: all of them the same."""
     left = getattr(node, "workeroutput", {}).get("left", 0)
-    node.config.pluginmanager.get_plugin("terminalreporter").stats["deselected"] = [None] * left
+    node.config.pluginmanager.get_plugin("terminalreporter").stats["deselected"] = [types.SimpleNamespace()] * left
 
 
 @pytest.fixture(autouse=True, scope="session")
