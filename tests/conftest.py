@@ -7,6 +7,7 @@ and they wait for it to begin.
 from __future__ import annotations
 
 import os
+import types
 import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
