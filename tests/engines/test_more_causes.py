@@ -15,7 +15,8 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import kvinterp as kv
 from kvinterp.engines.judge import audit_engine
-from kvinterp.engines.ways import PRECISIONS, logits_of
+from kvinterp.engines.log_probs import logits_of
+from kvinterp.engines.ways import PRECISIONS
 from kvinterp.recording.engine_path import EnginePath
 
 CUT, LENGTH = 40, 104

@@ -4,24 +4,27 @@ loads that file alone.
 
 from __future__ import annotations
 
+import ast
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from kvinterp.common.source import source
 
-def names_of(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Makes the ``__getattr__`` of a package.
+
+def names_of(package: str) -> Callable[[str], Any]:
+    """Makes the ``__getattr__`` of a package: a name comes from where the package imports it for type
+    checkers.
 
     Args:
-        package: The import name of the package.
-        homes: For each of its modules the names that the package offers from it. None may be that of
-            a module of the package, which would hide it.
+        package: The import name of the package. None of the names may be that of a module of it,
+            which would hide the name.
     """
-    home_of = {name: home for home, names in homes.items() for name in names}
 
     def get(name: str) -> Any:
-        if name not in home_of:
+        node = source(package).nodes.get(name)
+        if not isinstance(node, ast.ImportFrom):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{home_of[name]}"), name)
+        return getattr(importlib.import_module(str(node.module)), name)
 
     return get

@@ -28,14 +28,4 @@ __all__ = [
     "task_words",
 ]
 
-__getattr__ = on_demand.names_of(
-    __name__,
-    {
-        "degeneracy": ("loop_at_end", "outside_share", "task_words"),
-        "example": ("Example", "Prompt", "split_of"),
-        "forms": ("names_source",),
-        "gsm8k": ("extracted",),
-        "prompts": ("load_prompts",),
-        "tasks": ("JUDGES", "TASKS", "score", "stream"),
-    },
-)
+__getattr__ = on_demand.names_of(__name__)

@@ -354,7 +354,8 @@ class Distance:
         own = self.row(precision, tokens)
         if own is None:
             return None
-        return tokens.ratio(np.abs(tokens.engine - truth), self.between(own, truth), self.seed)
+        gap = np.abs(tokens.engine - truth)
+        return {"n": len(gap), **tokens.ratio(gap, self.between(own, truth), self.seed)}
 
     def _goes_with(self, precision: Way) -> bool:
         """Whether the side's differences to float64 surely go with ours in a precision, or with

@@ -17,8 +17,9 @@ from torch import Tensor
 from kvinterp.auditing.checks import Check
 from kvinterp.auditing.verdict import Verdict
 from kvinterp.common.numbers import listed, number
+from kvinterp.engines.log_probs import changed
 from kvinterp.engines.matching import listed_lines, match_sites
-from kvinterp.engines.ways import PRECISIONS, Way, changed, nulls
+from kvinterp.engines.ways import PRECISIONS, Way, nulls
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import HookPoint
 from kvinterp.recording import Trace, record

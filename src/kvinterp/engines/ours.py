@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from kvinterp.engines.ways import Way, logits_of, moved, own_row
+from kvinterp.engines.log_probs import logits_of, own_row
+from kvinterp.engines.ways import Way, moved
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models import Adapter
 from kvinterp.recording.engine_path import EnginePath

@@ -28,12 +28,4 @@ __all__ = [
     "wrap",
 ]
 
-__getattr__ = on_demand.names_of(
-    __name__,
-    {
-        "adapter": ("Adapter", "ModelInfo", "dtype_named"),
-        "hooks": ("Tap",),
-        "load": ("KINDS", "load_model", "wrap"),
-        "sites": ("SITES", "expand_sites"),
-    },
-)
+__getattr__ = on_demand.names_of(__name__)

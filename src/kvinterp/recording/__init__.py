@@ -23,14 +23,4 @@ __all__ = [
     "record",
 ]
 
-__getattr__ = on_demand.names_of(
-    __name__,
-    {
-        "around": ("record",),
-        "generating": ("generated",),
-        "generation": ("Generation",),
-        "hook": ("LOGITS", "PathHook", "SiteHook"),
-        "recorder": ("Recorder",),
-        "trace": ("Trace",),
-    },
-)
+__getattr__ = on_demand.names_of(__name__)
