@@ -11,10 +11,11 @@ import pandas as pd
 import pytest
 import torch
 
+from kvinterp.auditing.accounting import Account
 from kvinterp.auditing.causes import ErrorCause
 from kvinterp.auditing.checks import NUMBERS, Check
 from kvinterp.auditing.first_difference import DifferingTensor
-from kvinterp.auditing.judging import Account, Judged
+from kvinterp.auditing.judging import Judged
 from kvinterp.auditing.ladder import LOCAL, ONE_BY_ONE, STEPS, PrecisionRun
 from kvinterp.auditing.page import page
 from kvinterp.auditing.programs.outcome import PLAIN, RIGHT

@@ -1,8 +1,9 @@
 """Runs an audit's precisions from the coarsest to the finest, and looks inside where one shows something.
 
-``audit.py`` checks what was given and plans the lengths; here each precision is measured (``measure.py``), again with a
-fixed order of additions, and judged (``judging.py``); the programs of the cache run in between. What comes out is an
-``Evidence``, which ``reading.py`` turns into a word.
+``audit.py`` checks what was given and plans the lengths; here each precision is measured
+(``measure.py``), again with a fixed order of additions, judged (``judging.py``) and accounted for
+(``accounting.py``); the programs of the cache run in between. What comes out is an ``Evidence``,
+which ``reading.py`` turns into a word.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from typing import Any
 
 import torch
 
+from kvinterp.auditing.accounting import account
 from kvinterp.auditing.blocks import BlockModel
 from kvinterp.auditing.causes import other_attention
 from kvinterp.auditing.checks import Check
-from kvinterp.auditing.judging import PrecisionJudge, account
+from kvinterp.auditing.judging import PrecisionJudge
 from kvinterp.auditing.ladder import SLACK, Plan, PrecisionRun, band, dtype_name, unit_roundoff
 from kvinterp.auditing.measure import measure_precision
 from kvinterp.auditing.programs.outcome import WRONG

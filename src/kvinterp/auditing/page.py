@@ -11,9 +11,10 @@ import numpy as np
 import pandas as pd
 
 from kvinterp.auditing.checks import NOT_RUN
+from kvinterp.auditing.hints import HINT
 from kvinterp.auditing.ladder import EMBEDDING, NORMED, dtype_name, part_named
 from kvinterp.auditing.programs.outcome import PLAIN, REFUSED, RIGHT, WRONG
-from kvinterp.auditing.reading import HINT, IN_PYTHON
+from kvinterp.auditing.reading import IN_PYTHON
 from kvinterp.common.numbers import upper
 from kvinterp.common.wings import taken
 from kvinterp.errors import InputError

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
-from kvinterp.auditing.checks import BEYOND, NOT_RUN, NUMBERS, UNCLEAR, Check
+from kvinterp.auditing.accounting import MARGIN, Account
+from kvinterp.auditing.checks import BEYOND, NOT_RUN, UNCLEAR, Check
 from kvinterp.auditing.first_difference import Location
-from kvinterp.auditing.judging import MARGIN, Account, Judged
+from kvinterp.auditing.hints import likely_cause, overflow_remedy
+from kvinterp.auditing.judging import Judged
 from kvinterp.auditing.ladder import ONE_BY_ONE, PrecisionRun, band, part_named
 from kvinterp.auditing.own_dtype import Distance
 from kvinterp.auditing.programs.outcome import PLAIN, REFUSED, RIGHT, WRONG
@@ -27,26 +29,6 @@ from kvinterp.paths.prompt import PromptDifference
 NOWHERE: Location = (None, None, "", "")
 """The location of what has none."""
 
-HINTS = {
-    "Q": "Q alone is wrong: the new token's position, or RoPE",
-    "Q and K": "Q and K are wrong: the new token's position, or RoPE",
-    "attention mask": "other keys are seen than should be: the window, the padding, or the mask's length",
-    "attention scores": "the scale, the soft cap, or a bias of the attention scores",
-    "attention output": "the attention itself: its scale, its soft cap, its kernel",
-    "V": "what the cache keeps or gives back for V",
-    "embedding": "what enters the first block: the position, or a scale of the embedding",
-    "residual sum": "what is added up between the block's modules",
-    "block input": "what stands between the two blocks",
-    "logits": "what stands after the last block: a norm, the head, a cap of the logits",
-    "recurrent state": "a state that is stale, or updated otherwise in a cached step",
-    "convolution state": "a state that is stale, or shifted otherwise in a cached step",
-    "expert choice": "the router chooses other experts in a cached step, though the scores do not differ by enough for that",
-    "router scores": "the router computes otherwise in a cached step",
-}
-
-
-HINT = "hint: "
-"""What begins the line that names the likely cause, or what to do."""
 IN_PYTHON = "In plain Python, run here before it was shown:"
 """What stands before the lines of a program."""
 
@@ -246,11 +228,8 @@ class Evidence:
             self.notes += [f"in {others} it overflows"] if others else []
             return None
         where = own.nonfinite
-        return (
-            "overflow",
-            (where.get("layer"), where["position"], where["value"], where["module"]),
-            overflow(own, others),
-        )
+        location = (where.get("layer"), where["position"], where["value"], where["module"])
+        return "overflow", location, [_first_nonfinite(own, others), overflow_remedy(own)]
 
     def _wrong_dtype(self) -> Reading | None:
         rungs = [self.rungs[name] for name in (self.own, "float32") if name in self.rungs]
@@ -306,7 +285,12 @@ class Evidence:
         # What was tried and what is likely hold the cached step against the forward without a
         # cache.
         said_of = (
-            [f"{sentence}."] if uncached else [f"{sentence}. {_tried(judged)}", *hint(judged, self)]
+            [f"{sentence}."]
+            if uncached
+            else [
+                f"{sentence}. {_tried(judged)}",
+                *likely_cause(judged, self.rungs[self.own], self.checks),
+            ]
         )
         return "bug", finding.location, [*said_of, *self._said_of_uses()]
 
@@ -499,42 +483,12 @@ def _tried(judged: Judged) -> str:
     return f"{known} It is {cause.detail}." if cause.detail else known
 
 
-def hint(judged: Judged, evidence: Evidence) -> list[str]:
-    """The likely cause of what is wrong, in a line or none."""
-    finding = judged.finding
-    likely = (
-        HINTS["Q and K"]
-        if finding.tensor == "Q" and "K" in judged.beside
-        else HINTS.get(finding.tensor)
-    )
-    if any(check.name == "decode step" and check.hint == NUMBERS for check in evidence.checks):
-        likely = NUMBERS
-    elif finding.tensor == "K":
-        every = evidence.rungs[evidence.own].every_error
-        new = finding.position >= (int(every["prefill"].min()) if len(every) else 0)
-        likely = (
-            "new keys as they are written" if new else "old keys: a stale, lost or shifted cache"
-        )
-    return [f"{HINT}{likely}"] if likely else []
-
-
-def overflow(own: PrecisionRun, others: str) -> list[str]:
-    """Where NaN or Inf first appears, and what to do; ``others``: the other precisions in which it
-    does.
-    """
+def _first_nonfinite(own: PrecisionRun, others: str) -> str:
+    """Where NaN or Inf first appears; ``others``: the other precisions in which it does."""
     where = own.nonfinite
     sentence = f"{where['value']} first appears on the {where['path']} path in {where['module'] or 'the logits'} in {own.name}"
     sentence += "" if where["position"] is None else f" at position {where['position']}"
-    remedy = "the recomputation itself is not finite in this precision"
-    if where.get("weights"):
-        remedy = (
-            f"the weights themselves hold NaN or Inf ({where['weights']}): load another checkpoint"
-        )
-    elif where["path"] == "cached":
-        remedy = "the recomputation is finite there: look at what the cache gives back, and at rows that see no key"
-    elif own.name == "float16":
-        remedy = "a dtype with a wider range (bfloat16, float32) may hold it"
-    return [f"{sentence}; also in {others}." if others else f"{sentence}.", f"{HINT}{remedy}"]
+    return f"{sentence}; also in {others}." if others else f"{sentence}."
 
 
 def _rung(rung: PrecisionRun, evidence: Evidence) -> str:
