@@ -6,7 +6,8 @@ cache over that row's own tokens.
 
 - ``program``, ``operations/``, ``names``: what is done, as data;
 - ``subject``, ``model_subject``, ``function_subject``, ``sourced``: what an audit runs, and the
-  null; ``running``: does and judges it;
+  null; ``offered_calls``: how else a model may be called;
+- ``fed_rows``: a program's rows as they are fed; ``running``: does and judges it;
 - ``search``: draws programs and shrinks the first that is wrong; ``first_difference``: where it is wrong;
   ``pasted``: it in plain Python.
 """

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 
 from kvinterp.auditing.programs.lines import arguments
-from kvinterp.auditing.programs.program import ATTENTION, KEEP, MASKS, Program, Rows
+from kvinterp.auditing.programs.offered_calls import (
+    attention_set,
+    offered_choices,
+    offers_packing,
+)
+from kvinterp.auditing.programs.program import KEEP, MASKS, Program, Rows
 from kvinterp.auditing.programs.subject import (
     MAX_COLUMNS,
     NARROW,
@@ -31,11 +36,9 @@ from kvinterp.models import Adapter
 from kvinterp.models.caches import CacheKind
 from kvinterp.models.transformers_api import (
     can_generate,
-    flex_uncompiled,
     greedy,
-    looks_for_packed_texts,
 )
-from kvinterp.models.transformers_cache import returned_cache
+from kvinterp.models.transformers_cache import BaseQuantizedLayer, returned_cache
 
 COMPILED = 6
 """The most blocks of a model of which a decode step is compiled unasked: torch takes half a second
@@ -163,7 +166,7 @@ class ModelSubject(Subject):
             for draw in (row_draw(0, row) for row in range(self.rows))
         ]
         declared = self._declared or any(
-            isinstance(layer, quantised_layer()) for layer in self._layers
+            isinstance(layer, BaseQuantizedLayer) for layer in self._layers
         )
         try:
             on_cache = [self.on_cache(text, pieces) for text in texts]
@@ -312,7 +315,7 @@ class ModelSubject(Subject):
         # A decode that goes on beside it has its own state.
         with self.adapter.own_state([]), self.uncompiled():
             if self.way.fed == "types":
-                model_kwargs = {"token_type_ids": ids % self._types, **model_kwargs}
+                model_kwargs = {"token_type_ids": ids % self.token_types, **model_kwargs}
                 return self.model(input_ids=ids, use_cache=False, **model_kwargs).logits
             return self.adapter.forward(
                 ids, None, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
@@ -355,89 +358,16 @@ class ModelSubject(Subject):
 
     @functools.cached_property
     def choices(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
-        """Asked of the forward without a cache: what its signature has, what it does not refuse,
-        and where it reads the mask.
-        """
-        # How else a forward is called is the model's own affair, whatever cache it is given.
-        if not self.native or self.kind is not None:
-            return {}
-        text = self.tokens[: min(7, self.max_columns)]
-        takes, ids, known = self.adapter.takes, self.tensor([text]), Rows((0,))
-
-        def runs(**choice: Any) -> Tensor | None:
-            rows, model_kwargs, given, pads = dataclasses.replace(known, **choice), {}, ids, 0
-            if "told" in choice:
-                # Behind pads, which a state does not read from such a mask.
-                given, pads = self.tensor([[*text[:2], *text]]), 2
-                mask = torch.ones_like(given)
-                mask[:, :pads] = 0
-                model_kwargs = rows.model_kwargs(mask, given.shape[1], True, takes, self.offset)
-            try:
-                with self.running(), self.called_as(rows):
-                    return self.plain_as_called(given, **model_kwargs)[0, pads:]
-            except Exception:  # It does not offer that.
-                return None
-
-        def right(made: Tensor | None) -> bool:
-            return made is not None and apart(made, self.alone(text)) <= self.limit
-
-        found: dict[str, tuple[str, ...]] = {}
-        if "attention_mask" in takes and self.offset is not None:
-            found["told"] = tuple(name for name in MASKS if right(runs(told=name)))
-        fed = ["embeds"] if "inputs_embeds" in takes and runs(fed="embeds") is not None else []
-        if "token_type_ids" in takes and runs(fed="types") is not None:
-            fed += ["types"] if self._types_are_causal() else []
-        asks = [name for name in ("hidden", "attentions") if runs(asks=name) is not None]
-        asks += ["last", "some"] if "logits_to_keep" in takes else []
-        own = getattr(self.adapter.config, "_attn_implementation", None)
-        kinds = [name for name in ATTENTION if name not in ("own", own) and self._attends(name)]
-        return found | {
-            "fed": tuple(fed), "asks": tuple(asks), "attention": tuple(name for name in kinds if right(runs(attention=name))),
-        }  # fmt: skip
-
-    def _types_are_causal(self) -> bool:
-        """Whether what token types tell of a position is told by what came before it: not so where
-        a run of one type is read in both directions, as the tokens of an image are.
-        """
-        kinds = ([t for t in self.tokens if t % self._types == kind] for kind in range(self._types))
-        text = [token for kind in kinds for token in kind[:2]][: self.max_columns]
-        with self.running(), self.called_as(Rows((0,), fed="types")):
-            whole = self.plain(self.tensor([text]))[0]
-            begins = (self.plain(self.tensor([text[:end]]))[0] for end in range(1, len(text)))
-            return all(apart(begin, whole[: len(begin)]) <= self.limit for begin in begins)
+        """Asked of the forward without a cache (:func:`offered_choices`)."""
+        return offered_choices(self)
 
     @functools.cached_property
     def packs(self) -> bool:  # type: ignore[override]
-        """Where every layer attends by a mask, and the forward gives positions to what makes
-        transformers' masks.
-        """
-        if not self.native or self.offset is None or not self.adapter.attention_only:
-            return False
-        text, pads = self.tokens[:4], self.tokens[-2 * PADS :]
-        positions = self.tensor([range(self.offset, self.offset + 4)])
-        begun = torch.cat([positions[:, :1].expand(1, len(pads)), positions], 1)
-        mask = self.tensor([[0] * len(pads) + [1] * 4])
-        with self.running():
-            if not looks_for_packed_texts(
-                lambda: self.plain(self.tensor([text]), position_ids=positions)
-            ):
-                return False
-            # An attention that heeds no mask, as one that its user put in, keeps no texts apart.
-            padded = self.plain(
-                self.tensor([[*pads, *text]]), attention_mask=mask, position_ids=begun
-            )
-        return apart(padded[0, len(pads) :], self.alone(text)) <= self.limit
-
-    def _attends(self, name: str) -> bool:
-        """Whether the model's class says that it can be set to this attention."""
-        if name == "eager":
-            return hasattr(self.model, "set_attn_implementation")
-        return bool(
-            getattr(self.model, {"sdpa": "_supports_sdpa"}.get(name, "_supports_flex_attn"), False)
-        )
+        """Asked of the forward without a cache (:func:`offers_packing`)."""
+        return offers_packing(self)
 
     @property
-    def _types(self) -> int:
+    def token_types(self) -> int:
         """How many token types there are: a token's is told by its id, so that one that is fed to
         another's place is seen.
         """
@@ -449,7 +379,7 @@ class ModelSubject(Subject):
         if self.way.fed == "embeds":
             given = {"inputs_embeds": self.model.get_input_embeddings()(ids)}
         if self.way.fed == "types":
-            given["token_type_ids"] = ids % self._types
+            given["token_type_ids"] = ids % self.token_types
         given |= model_kwargs
         mask = given.get("attention_mask")
         if self.way.told == "float_mask" and mask is not None and mask.dim() == 4:
@@ -480,7 +410,9 @@ class ModelSubject(Subject):
     ) -> str:
         """What :meth:`_given` gives, and :meth:`_asked` for a width, as lines have it."""
         first = ids if isinstance(ids, str) else f"torch.tensor({ids.tolist()})"
-        before = {"token_type_ids": f"{first} % {self._types}"} if self.way.fed == "types" else {}
+        before = (
+            {"token_type_ids": f"{first} % {self.token_types}"} if self.way.fed == "types" else {}
+        )
         embeds = self.way.fed == "embeds" and width
         first = (
             f"inputs_embeds=model.get_input_embeddings()({first})"
@@ -627,30 +559,6 @@ class ModelSubject(Subject):
             self.way = before
 
 
-@contextlib.contextmanager
-def attention_set(model: Any, name: str) -> Iterator[None]:
-    """Runs a transformers model with another attention implementation; flex attention as it is
-    where nothing is compiled.
-    """
-    if name == "own":
-        yield
-        return
-    held = {
-        id(config): config
-        for part in model.modules()
-        if (config := getattr(part, "config", None)) is not None
-    }
-    key = "_attn_implementation_internal"
-    before = [(config, vars(config)[key]) for config in held.values() if key in vars(config)]
-    try:
-        model.set_attn_implementation(name)
-        with flex_uncompiled() if name == "flex_attention" else contextlib.nullcontext():
-            yield
-    finally:
-        for config, value in before:
-            vars(config)[key] = value
-
-
 def special_tokens(model: Any) -> frozenset[int]:
     """The token ids that a transformers config names."""
     config: Any = getattr(model, "config", None)
@@ -660,13 +568,6 @@ def special_tokens(model: Any) -> frozenset[int]:
         for name, value in named.items()
         if name.endswith("_token_id") and isinstance(value, int)
     )
-
-
-def quantised_layer() -> Any:
-    """The class of transformers' layers that quantise what they keep."""
-    from kvinterp.models.transformers_cache import BaseQuantizedLayer
-
-    return BaseQuantizedLayer
 
 
 def control_tokens(kind: str, configs: Sequence[Any], vocabulary: int) -> list[int]:
