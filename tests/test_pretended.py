@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.models.caches import CACHE_KINDS
+from kvinterp.models.cache_kinds import CACHE_KINDS
 from kvinterp.paths.kernels.registry import KERNELS
 from kvinterp.policies import POLICIES
 from pretended import Device, Pretended, pretended

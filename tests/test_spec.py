@@ -6,7 +6,7 @@ import pytest
 
 import kvinterp as kv
 from kvinterp.common import spec
-from kvinterp.models.caches import CACHE_KINDS, Dynamic, cache_named
+from kvinterp.models.cache_kinds import CACHE_KINDS, Dynamic, cache_named
 from kvinterp.paths import KERNELS, STRATEGIES, kernels_named, strategy_named
 from kvinterp.policies import POLICIES, policy_named
 

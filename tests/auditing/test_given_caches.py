@@ -16,7 +16,7 @@ from kvinterp.auditing.programs.pasted import pasted
 from kvinterp.auditing.programs.search import run_program
 from kvinterp.auditing.subjects import GivenCache
 from kvinterp.errors import InputError, UnsupportedError
-from kvinterp.models.caches import cache_named
+from kvinterp.models.cache_kinds import cache_named
 
 HERE = str(Path(__file__).parent)
 

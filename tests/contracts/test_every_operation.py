@@ -26,7 +26,7 @@ from kvinterp.auditing.programs.program import Operation, Program, Rows
 from kvinterp.auditing.programs.search import run_program
 from kvinterp.auditing.programs.sourced import EncoderDecoderSubject
 from kvinterp.auditing.programs.subject import Subject
-from kvinterp.models.caches import cache_named
+from kvinterp.models.cache_kinds import cache_named
 
 DRAWS = 6
 

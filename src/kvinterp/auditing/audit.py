@@ -53,7 +53,7 @@ from kvinterp.common.checks import (
 from kvinterp.common.wings import taken
 from kvinterp.errors import InputError, KvinterpError, UnsupportedError, located, reason
 from kvinterp.models import Adapter, wrap
-from kvinterp.models.caches import Dynamic, Preallocated, cache_named
+from kvinterp.models.cache_kinds import Dynamic, Preallocated, cache_named
 from kvinterp.models.provenance import machine, provenance
 from kvinterp.models.threads import own_threads
 from kvinterp.recording import Trace

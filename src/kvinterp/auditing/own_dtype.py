@@ -25,7 +25,7 @@ from kvinterp.auditing.uses import as_it_was
 from kvinterp.common.numbers import counted
 from kvinterp.errors import reason
 from kvinterp.models import Adapter
-from kvinterp.models.caches import CacheKind
+from kvinterp.models.cache_kinds import CacheKind
 
 ROWS = 3
 """Rows of a forward beside which a row alone is held."""

@@ -21,7 +21,8 @@ from kvinterp.auditing.programs.search import Searched, run_program
 from kvinterp.auditing.programs.subject import NARROW, Subject
 from kvinterp.errors import UnsupportedError, out_of_memory, reason
 from kvinterp.models import Adapter
-from kvinterp.models.caches import MOVES, CacheKind, MadeBy, Named, offers
+from kvinterp.models.cache_kinds import CacheKind, MadeBy, Named
+from kvinterp.models.caches import MOVES, offers
 from kvinterp.models.positions import Counted, counted, counted_by
 
 FAR = 98

@@ -29,7 +29,7 @@ from kvinterp.data import Prompt
 from kvinterp.errors import InputError, NonFiniteError, UnsupportedError, located, shown
 from kvinterp.models import Adapter, dtype_named, wrap
 from kvinterp.models.attaching import HookPoint
-from kvinterp.models.caches import MadeBy, Named
+from kvinterp.models.cache_kinds import MadeBy, Named
 from kvinterp.models.hook_names import Names, hook_points_of, names_of, sites_of
 from kvinterp.models.inputs import checked_continuation, chosen_layers, encode, listed
 from kvinterp.models.positions import counted

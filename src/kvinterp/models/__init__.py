@@ -12,9 +12,9 @@ from kvinterp.common import on_demand
 
 if TYPE_CHECKING:
     from kvinterp.models.adapter import Adapter, ModelInfo, dtype_named
-    from kvinterp.models.hooks import Tap
     from kvinterp.models.load import KINDS, load_model, wrap
     from kvinterp.models.sites import SITES, expand_sites
+    from kvinterp.models.taps import Tap
 
 __all__ = [
     "KINDS",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -26,16 +25,10 @@ from kvinterp.common.words import dtype_word
 from kvinterp.data.chat import prompt_ids
 from kvinterp.data.example import Prompt
 from kvinterp.data.tokenizing import ids_of
-from kvinterp.errors import (
-    InputError,
-    KvinterpError,
-    UnsupportedError,
-    out_of_memory,
-    reason,
-    shown,
-)
+from kvinterp.errors import InputError, UnsupportedError, shown
 from kvinterp.models.attaching import Attaching, check_uncompiled
-from kvinterp.models.caches import CacheKind, KVStore, OwnCache
+from kvinterp.models.cache_kinds import CacheKind
+from kvinterp.models.caches import KVStore, OwnCache
 from kvinterp.models.facts import ModelInfo
 from kvinterp.models.hashing import weights_hash
 from kvinterp.models.hooks import hooks_suspended, remove_own_hooks
@@ -316,11 +309,14 @@ class Adapter(Attaching):
             return self
         if dtype in self._copies:
             return self._copies[dtype]
+        # Most runs need no copy, and so no check of one.
+        from kvinterp.models.copies import check_apart, check_follows
+
         copy = self.cast(dtype)
         copy.stored = self.stored
         remove_own_hooks(copy.model)
-        _check_apart(self.model, copy.model, self.facts.name)
-        _check_follows(copy, dtype)
+        check_apart(self.model, copy.model, self.facts.name)
+        check_follows(copy, dtype)
         if self._calls:
             self._copies[dtype] = copy
         return copy
@@ -586,62 +582,3 @@ class Adapter(Attaching):
         if key not in self.checked:
             self.checked[key] = check()
         return self.checked[key]
-
-
-# Copies in another dtype --------------------------------------------------------------------------
-
-
-def _check_apart(model: nn.Module, copy: nn.Module, name: str) -> None:
-    """Raises UnsupportedError where a deep copy would run modules of the original.
-
-    A deep copy shares functions. A function that replaces a module's ``forward`` may hold the
-    original module.
-    """
-    originals = {id(module) for module in model.modules()}
-    for path, module in copy.named_modules():
-        forward = vars(module).get("forward")
-        if forward is not None and any(id(value) in originals for value in _closed_over(forward)):
-            raise UnsupportedError(
-                f"{name}: the forward of {path or 'the model'} was replaced by a function that holds on to the model itself, "
-                "so that a copy in another dtype would run this one's weights: change it by a hook (register_forward_hook), "
-                "which is called with its own module, or compare in one dtype."
-            )
-
-
-@torch.no_grad()
-def _check_follows(copy: Adapter, dtype: torch.dtype) -> None:
-    """Raises UnsupportedError where what runs on a copy keeps tensors of the dtype that the model
-    was copied from.
-
-    Two tokens show it. What torch lacks in a dtype is told by the run that meets it.
-    """
-    tokens = torch.arange(3, 5, device=copy.device)[None] % copy.facts.vocabulary
-    try:
-        with copy.own_state([]):
-            copy.forward(tokens)
-    except (KvinterpError, NotImplementedError):
-        return
-    except Exception as error:
-        if out_of_memory(error) or "not implemented for" in str(error):
-            return
-        raise UnsupportedError(
-            f"what runs on {copy.facts.name} does not follow a cast to {dtype_word(dtype)} ({reason(error)}): code of yours on "
-            "it, a forward that you replaced or a hook, keeps tensors of another dtype; run in the model's own, or cast them to "
-            "the dtype of what it is given."
-        ) from error
-
-
-def _closed_over(function: Any, depth: int = 4) -> Iterator[Any]:
-    """Yields what a function is bound to or closes over, and the same for functions among that."""
-    if isinstance(function, functools.partial):
-        values = [function.func, *function.args, *function.keywords.values()]
-    else:
-        values = [
-            getattr(function, "__self__", None),
-            *(getattr(function, "__defaults__", None) or ()),
-        ]
-        values += [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    for value in values:
-        yield value
-        if depth and callable(value) and not isinstance(value, nn.Module):
-            yield from _closed_over(value, depth - 1)

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.facts import ModelInfo
-from kvinterp.models.hooks import LAST, Closing, Tap, sort_hooks, tap_hooks, wrapping_methods
+from kvinterp.models.hooks import LAST, Closing, sort_hooks, tap_hooks, wrapping_methods
+from kvinterp.models.taps import Tap
 
 HookPoint = tuple[str, int]
 """A site's name and the layer."""

@@ -18,10 +18,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.adapter import Adapter, KeysValuesRead, KVStore
-from kvinterp.models.caches import CacheKind, check_plain
+from kvinterp.models.cache_kinds import CacheKind, check_plain
 from kvinterp.models.door import importing_transformer_lens
 from kvinterp.models.hook_names import hook_name
-from kvinterp.models.hooks import Tap, heads_tap, router_tap, wrapping_methods
+from kvinterp.models.hooks import wrapping_methods
 from kvinterp.models.native import (
     cast_transformers,
     decoder_layers,
@@ -30,6 +30,7 @@ from kvinterp.models.native import (
     transformers_facts,
 )
 from kvinterp.models.sites import MLP_SITES
+from kvinterp.models.taps import Tap, heads_tap, router_tap
 from kvinterp.models.transformer_lens_api import generated_by
 from kvinterp.models.transformers_cache import OnTransformersCache, TransformersCache, model_cache
 

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.adapter import Adapter, CacheRead, KeysValuesRead, KVStore, ModelInfo
-from kvinterp.models.caches import CacheKind, OwnCache, add_reader, check_plain
+from kvinterp.models.cache_kinds import CacheKind, check_plain
+from kvinterp.models.caches import OwnCache, add_reader
 from kvinterp.models.hook_names import hook_name
-from kvinterp.models.hooks import Tap, router_tap, wrapping_methods
+from kvinterp.models.hooks import wrapping_methods
 from kvinterp.models.native import copied
 from kvinterp.models.sites import LAYOUTS, MLP_SITES
+from kvinterp.models.taps import Tap, router_tap
 from kvinterp.models.transformer_lens_api import generated_by
 
 

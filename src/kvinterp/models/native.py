@@ -20,10 +20,11 @@ from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from kvinterp.errors import InputError, UnsupportedError, out_of_memory, reason
 from kvinterp.models.adapter import Adapter, KeysValuesRead, KVStore, ModelInfo
-from kvinterp.models.caches import CacheKind, Dynamic
+from kvinterp.models.cache_kinds import CacheKind, Dynamic
 from kvinterp.models.derived import DERIVED
-from kvinterp.models.hooks import Tap, heads_tap, hooks_suspended
+from kvinterp.models.hooks import hooks_suspended
 from kvinterp.models.native_sites import INSIDE, Checked, NativeSites, check_sites
+from kvinterp.models.taps import Tap, heads_tap
 from kvinterp.models.transformers_api import wrapping_attention
 from kvinterp.models.transformers_cache import (
     OnTransformersCache,

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from kvinterp.errors import UnsupportedError
 from kvinterp.models.adapter import Adapter, ModelInfo, NotingStore
 from kvinterp.models.attaching import HookPoint
-from kvinterp.models.hooks import Tap, hooks_suspended, router_tap, tap_hooks
+from kvinterp.models.hooks import hooks_suspended, tap_hooks
 from kvinterp.models.sites import LAYOUTS
+from kvinterp.models.taps import Tap, router_tap
 
 ATTENTION = ("self_attn", "attn", "attention", "self_attention")
 MLP = ("mlp", "feed_forward", "block_sparse_moe", "ffn", "fc2")

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import HookPoint
-from kvinterp.models.caches import Dynamic
+from kvinterp.models.cache_kinds import Dynamic
 from kvinterp.patching.patch import stored_sites
 from kvinterp.patching.planted import Plant, PlantHook
 from kvinterp.patching.recompute import PureRecompute

@@ -23,8 +23,8 @@ from torch import Tensor
 from kvinterp.errors import KvinterpError, UnsupportedError, named, out_of_memory
 from kvinterp.models import Adapter, dtype_named
 from kvinterp.models.attaching import HookPoint, Listener
+from kvinterp.models.cache_kinds import Dynamic
 from kvinterp.models.cached_rows import CachedRows
-from kvinterp.models.caches import Dynamic
 from kvinterp.models.sites import ATTENDED_SITES
 from kvinterp.paths.forwards import HookedForwards, in_chunks
 from kvinterp.paths.kernels import Native

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter, dtype_named
-from kvinterp.models.caches import OwnCache, Preallocated
+from kvinterp.models.cache_kinds import Preallocated
+from kvinterp.models.caches import OwnCache
 from kvinterp.models.hooks import hooks_suspended
 from kvinterp.models.provenance import autocast
 from kvinterp.paths.forwards import HookedForwards, in_chunks

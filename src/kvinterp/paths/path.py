@@ -20,7 +20,7 @@ from kvinterp.common.words import dtype_word
 from kvinterp.errors import InputError, shown, unexpected
 from kvinterp.models import dtype_named
 from kvinterp.models.adapter import DTYPES
-from kvinterp.models.caches import (
+from kvinterp.models.cache_kinds import (
     CacheKind,
     Dynamic,
     Preallocated,

@@ -15,9 +15,9 @@ from kvinterp.commands.compare import Compare
 from kvinterp.commands.results import read_summary
 from kvinterp.common.store import CellStore
 from kvinterp.comparison import TABLES, Comparison
-from kvinterp.models.hooks import Tap
 from kvinterp.models.native import NativeAdapter
 from kvinterp.models.native_sites import NativeSites
+from kvinterp.models.taps import Tap
 
 pytestmark = pytest.mark.xdist_group("compare")
 SMALL = Compare(

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 
 from kvinterp.models import ModelInfo
-from kvinterp.models.caches import Dynamic, Static
+from kvinterp.models.cache_kinds import Dynamic, Static
 from kvinterp.models.transformers_cache import TransformersCache
 from kvinterp.paths.store import Growing, Store
 from kvinterp.policies import ComposedPolicy, Identity, Policy

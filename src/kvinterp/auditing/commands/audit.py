@@ -51,7 +51,7 @@ from kvinterp.common.spec import check_name, plugins_read, split
 from kvinterp.common.wings import taken
 from kvinterp.errors import shown
 from kvinterp.models import dtype_named, load_model
-from kvinterp.models.caches import cache_named
+from kvinterp.models.cache_kinds import cache_named
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

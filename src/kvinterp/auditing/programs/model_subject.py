@@ -33,7 +33,7 @@ from kvinterp.auditing.programs.subject import (
 )
 from kvinterp.errors import UnsupportedError
 from kvinterp.models import Adapter
-from kvinterp.models.caches import CacheKind
+from kvinterp.models.cache_kinds import CacheKind
 from kvinterp.models.transformers_api import (
     can_generate,
     greedy,

@@ -21,7 +21,7 @@ from kvinterp.auditing.programs.model_subject import ModelSubject
 from kvinterp.auditing.programs.operations.fork import Again
 from kvinterp.auditing.programs.running import Run
 from kvinterp.errors import named
-from kvinterp.models.caches import MadeBy
+from kvinterp.models.cache_kinds import MadeBy
 
 FROM_TRANSFORMERS = ("DynamicCache", "StaticCache", "EncoderDecoderCache")
 AS_MUCH = 2.0

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from kvinterp.auditing.programs.lines import arguments
 from kvinterp.auditing.programs.program import MASKS, TOLD, Program, Rows
 from kvinterp.errors import UnsupportedError
-from kvinterp.models.caches import CacheKind
+from kvinterp.models.cache_kinds import CacheKind
 
 MAX_COLUMNS = 256
 """The most columns of a program."""
