@@ -11,6 +11,7 @@ import pytest
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.outcome import RIGHT
 from kvinterp.auditing.programs.search import FIRST, run_program
+from wild import __main__ as main
 from wild import board, board_page, lens
 from wild.__main__ import searched
 from wild.making import AUTO, CAUSAL, file_of, known, subject_of, untried, written
@@ -203,7 +204,7 @@ def test_the_page_of_releases_opens_the_script_of_each_fault_and_is_escaped(tmp_
     links, places = (set(re.findall(pattern, text)) for pattern in (r'href="#([^"]+)"', r'id="([^"]+)"'))
     assert {"CausalLM.mamba.chunks", "types"} <= links <= places
     assert 'href="quick/transformers-5.9.0.json"' in text
-    assert "several chunks: right, then <strong>wrong</strong>" in text
+    assert "several chunks: right in 5.9.0, then <strong>wrong</strong>" in text
     assert '<th scope="row">llama</th>' in text
     assert "Absent, then tried: gone" in text
     assert "2 uses of 2 types were tried in 5.18.0 and in a release before it" in text
@@ -219,6 +220,7 @@ def test_a_cell_has_one_mark_where_all_releases_agree_and_else_one_each(tmp_path
         {
             "5.1.0": [row(type="llama", uses=uses), row(type="later", uses=uses), row(type="mamba", uses=uses)],
             "5.2.0": [row(type="llama", uses=uses), faulty("mamba", "print(1)"), row(type="other", uses=uses)],
+            "5.2.1": [{**row(type="llama", uses=uses), "auto": f"Bridge {lens.LENS} 4.3.0"}],  # No type of its own.
             "5.3.0": [row(type="llama", uses=uses), faulty("later", "print(1)"), row(type="other", uses=uses)],
         },
     )
@@ -233,7 +235,42 @@ def test_a_cell_has_one_mark_where_all_releases_agree_and_else_one_each(tmp_path
         for use in pair["uses"]
         for one in use["types"]
     ]
-    assert changed == [("5.2.0", "mamba"), ("5.3.0", "later")]  # Walked last two releases before.
+    assert changed == [("5.2.0", "mamba"), ("5.3.0", "later")]  # Walked last three releases before.
+    (since,) = [
+        use["since"] for pair in board_page.shown(boards)["pairs"] for use in pair["uses"] if pair["after"] == "5.3.0"
+    ]
+    assert since == "5.1.0"
+
+
+def test_a_type_that_takes_too_long_has_a_row_that_says_so(tmp_path, monkeypatch):
+    """Neither absent nor wrong: the process that tries it is killed at its limit of the processor."""
+
+    class NoScripts:
+        def send(self, scripts):
+            assert not scripts
+
+        def recv(self):
+            return []
+
+    def never(*given):
+        while True:
+            pass
+
+    monkeypatch.setattr(main, "tried", never)
+    monkeypatch.setattr(main, "QUICK_SECONDS", 1)
+    main.row_of(CAUSAL, "x", {}, 1, "each", tmp_path, NoScripts())
+    (said,) = board.written([json.loads((tmp_path / "x.json").read_text())], {}, {CAUSAL: ["x"]})["rows"]
+    assert said["why"] == "not tried: it takes more than 1 seconds of the processor"
+    assert (said["uses"], said["wrong"]) == ({}, [])
+    assert verdict(row(why=said["why"])) == "not tried"
+
+
+def test_the_script_of_what_no_longer_raises_prints_nothing_and_that_is_said(monkeypatch):
+    prints = {"pass": "", "print(2)": "2"}
+    monkeypatch.setattr(main, "alone", lambda scripts: [prints[script] for script in scripts])
+    shown = [board.Change(CAUSAL, "x", "batch", "wrong", "right", {"script": script}) for script in prints]
+    none = board.Change(CAUSAL, "x", "", "absent", "tried")
+    assert main.again([*shown, none]) == ["nothing, and it ends", "2", ""]
 
 
 def test_a_report_has_what_got_worse_with_its_script_and_what_it_prints_now():

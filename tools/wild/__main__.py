@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -156,7 +157,9 @@ def row_of(
     with tempfile.TemporaryDirectory() as aside:
         seconds = QUICK_SECONDS if breadth == "each" else SECONDS
         code = forked(lambda: tried(auto, name, config, programs, breadth), place := Path(aside) / "row", seconds)
-        why = f"the process ended with {code}, after at most {seconds} seconds of the processor and {BYTES // 2**30} GiB"
+        why = f"the process ended with {code}, within {seconds} seconds of the processor and {BYTES // 2**30} GiB"
+        if code == -signal.SIGKILL:  # What a process gets at its limit of the processor.
+            why = f"not tried: it takes more than {seconds} seconds of the processor"
         row: dict[str, Any] = making.untried(auto, name, why) if code else json.loads(place.read_text())
     shown = [one for one in row["wrong"] if one["lines"]]
     scripts.send([making.script(row, one) for one in shown])
@@ -263,7 +266,8 @@ def again(found: Sequence[Any]) -> list[str]:
 
     shown = [change for change in found if change.fault.get("script") and lens.installed(change.auto)]
     said = dict(zip(map(id, shown), alone([change.fault["script"] for change in shown]), strict=True))
-    return [said.get(id(change), "") for change in found]
+    # A script of what raises prints nothing where it does not.
+    return [(said[id(change)] or "nothing, and it ends") if id(change) in said else "" for change in found]
 
 
 def referee(given: argparse.Namespace) -> None:

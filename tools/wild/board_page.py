@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,11 @@ def before(boards: dict[str, dict[str, Any]], release: str) -> str:
 
 
 def up_to(boards: dict[str, dict[str, Any]], release: str) -> dict[str, Any]:
-    """The board of a release with the rows of those before for what was not walked in it."""
+    """The board of a release with the rows of those before for what was not walked in it, each with its release."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for one, board in boards.items():
         if Version(one) <= Version(release):
-            rows |= {(row["auto"], row["type"]): row for row in board["rows"]}
+            rows |= {(row["auto"], row["type"]): {**row, "release": one} for row in board["rows"]}
     return {**boards[release], "rows": [*rows.values()]}
 
 
@@ -138,18 +138,21 @@ def shown(boards: dict[str, dict[str, Any]]) -> dict[str, Any]:
         column_of(use) for key in types for of_release in rows.values() for use in of_release.get(key, {}).get("uses", ())
     }
     columns = [column for column in COLUMNS if column in seen]
+    # A release in which none of a table's rows was walked would only keep its marks from being alike.
+    with_types = _walked(boards, lambda auto: auto in AUTO)
+    with_lens = _walked(boards, lambda auto: LENS in auto)
     of_types = [
-        _line(boards, rows, sections, _named(auto, name), [((auto, name), column) for column in columns], "types")
+        _line(with_types, rows, sections, _named(auto, name), [((auto, name), column) for column in columns], "types")
         for auto, name in types
     ]
     of_lens = [
-        _line(boards, rows, sections, f"{kind}: {name}", [((f"{kind} {LENS} {one}", name), "generate") for one in versions], "lens")
+        _line(with_lens, rows, sections, f"{kind}: {name}", [((f"{kind} {LENS} {one}", name), "generate") for one in versions], "lens")
         for kind, name in kinds
     ]  # fmt: skip
     tables = [
         {"id": "lens", "title": "generate() of TransformerLens from its cache", "rows": of_lens,
-         "columns": [f"TransformerLens {one}" for one in versions]},
-        {"id": "types", "title": "Every type, every use", "rows": of_types, "columns": columns},
+         "columns": [f"TransformerLens {one}" for one in versions], "releases": [*with_lens]},
+        {"id": "types", "title": "Every type, every use", "rows": of_types, "columns": columns, "releases": [*with_types]},
     ]  # fmt: skip
     about = {f"torch {board['made_with']['torch']}" for board in boards.values()}
     return {
@@ -161,6 +164,11 @@ def shown(boards: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "tables": [table for table in tables if table["rows"]],
         "sections": sections.values(),
     }  # fmt: skip
+
+
+def _walked(boards: dict[str, dict[str, Any]], wanted: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
+    """The boards that have a row of an auto class that is wanted."""
+    return {release: board for release, board in boards.items() if any(wanted(row["auto"]) for row in board["rows"])}
 
 
 def _named(auto: str, name: str) -> str:
@@ -238,8 +246,12 @@ def _pairs(boards: dict[str, dict[str, Any]], sections: dict[str, Any]) -> Itera
             kind = change.auto.removeprefix("AutoModelFor")
             name = change.type if LENS in change.auto or kind == "CausalLM" else f"{change.type} ({kind})"
             said = {"name": name, "why": change.fault.get("why", ""), "link": links.get(id(change), "")}
-            groups.setdefault((what, change.before, change.after), []).append(said)
-        uses = [{"what": what, "before": was, "after": now, "types": said} for (what, was, now), said in groups.items()]
+            since = last[change.auto, change.type]["release"]
+            groups.setdefault((what, change.before, since, change.after), []).append(said)
+        uses = [
+            {"what": what, "before": was, "since": since, "after": now, "types": said}
+            for (what, was, since, now), said in groups.items()
+        ]
         types = {
             state: [_named(one.auto, one.type) for one in found if not one.use and (one.before, one.after) == state]
             for state in dict.fromkeys((one.before, one.after) for one in found if not one.use)
