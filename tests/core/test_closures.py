@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import kvinterp as kv
+from kvinterp.common.source import source
 from kvinterp.data import forms, sources, tasks
 
 LOADED = """
@@ -20,16 +21,28 @@ model = kv.load_model("zoo:gqa2-mini")
 print(json.dumps([name for name in sys.modules if name.startswith("kvinterp.")]))
 """
 GENERATIONS = ("recording.around", "recording.generation", "recording.parts", "models.passes")
+PLUGINS = ("policies.noise", "policies.gguf", "paths.kernels.split_k", "paths.kernels.fixed_order", "metrics.rollouts")
 PROBLEMS = ("data.tasks", "data.sources", "data.prompts")
 CALLS = {
     "run": (
         'kv.run(model, [3, 4, 5], max_new_tokens=2, record="resid_post")',
-        (*GENERATIONS, *PROBLEMS, "comparison", "patching"),
+        (*GENERATIONS, *PROBLEMS, *PLUGINS, "comparison", "patching"),
     ),
-    "compare": ('kv.compare(model, [[3, 4, 5]], max_new_tokens=2, progress="none")', (*GENERATIONS, *PROBLEMS, "patching")),
+    "compare": (
+        'kv.compare(model, [[3, 4, 5]], max_new_tokens=2, progress="none")',
+        (*GENERATIONS, *PROBLEMS, *PLUGINS, "patching"),
+    ),
     "sweep": (
         'kv.sweep(model, [3, 4, 5], "resid_post", max_new_tokens=2, progress="none")',
-        (*GENERATIONS, *PROBLEMS, "patching.bench", "patching.steering", "patching.splitting", "patching.localising"),
+        (
+            *GENERATIONS,
+            *PROBLEMS,
+            *PLUGINS,
+            "patching.bench",
+            "patching.steering",
+            "patching.splitting",
+            "patching.localising",
+        ),
     ),
 }
 
@@ -46,10 +59,10 @@ def test_a_verb_loads_nothing_that_it_does_not_need(verb: str) -> None:
     assert [name for name in without if f"kvinterp.{name}" in loaded] == []
 
 
-@pytest.mark.parametrize("package", ["data", "models", "patching", "recording"])
+@pytest.mark.parametrize("package", ["data", "metrics", "models", "paths", "paths.kernels", "patching", "recording"])
 def test_what_a_package_offers_is_there_and_no_file_hides_it(package: str) -> None:
     offering = importlib.import_module(f"kvinterp.{package}")
-    for name in offering.__all__:
+    for name in source(offering.__name__).nodes.keys() - {"on_demand"}:
         assert not isinstance(getattr(offering, name), type(kv)), f"a file of {package} is called {name}"
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = offering.nothing

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, TypeVar, get_args
 
@@ -33,33 +34,68 @@ MADE_OF = ("base", "registry")
 """The files of a folder that have no plugin: the base class and the registry."""
 
 
-def modules_of(folder: ModuleType) -> Iterator[ModuleType]:
-    """Imports every module of a package that may have a plugin, in alphabetical order."""
+def modules_of(folder: ModuleType, defines: str) -> dict[str, list[str]]:
+    """The modules of a package that may have a plugin, by what they define, in alphabetical order;
+    none is imported.
+
+    Args:
+        folder: The package.
+        defines: A regular expression for a line that defines something; its group is the name.
+    """
+    found: dict[str, list[str]] = {}
     for module in pkgutil.iter_modules(folder.__path__):
         if module.name not in MADE_OF:
-            yield importlib.import_module(f"{folder.__name__}.{module.name}")
+            name = f"{folder.__name__}.{module.name}"
+            for each in re.findall(f"(?m)^{defines}", file_of(name).read_text(encoding="utf-8")):
+                found.setdefault(each, []).append(name)
+    return found
 
 
-def plugins_of(folder: ModuleType, base: type[Plugin]) -> dict[str, type[Plugin]]:
-    """The plugins of a package by name: public classes that derive from ``base``, not abstract, in
-    the file that defines them.
+class Plugins(Mapping[str, type[Plugin]]):
+    """The plugins of a package by name: public classes that derive from a base, not abstract, in the
+    file that defines them.
+
+    A file is imported when one of its plugins is asked for by name, and all of them are when the names
+    are listed: a path with one policy loads no other.
     """
-    plugins = []
-    for module in modules_of(folder):
-        own = [
-            value
-            for value in vars(module).values()
-            if getattr(value, "__module__", "") == module.__name__
+
+    def __init__(self, folder: ModuleType, base: type[Plugin]) -> None:
+        self.base, self.defined = base, modules_of(folder, r"class ([A-Z]\w*)\(")
+        self.found: dict[str, type[Plugin]] = {}
+
+    def __getitem__(self, name: str) -> type[Plugin]:
+        if name not in self.found:
+            self.found |= self._of(kind for kind in self.defined if named(kind) == name)
+        return self.found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.whole)
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    @functools.cached_property
+    def whole(self) -> dict[str, type[Plugin]]:
+        """All of them, in alphabetical order of their files."""
+        return self._of(self.defined)
+
+    def _of(self, names: Iterable[str]) -> dict[str, type[Plugin]]:
+        kinds = [
+            getattr(importlib.import_module(module), name)
+            for name in names
+            for module in self.defined[name]
         ]
-        kinds = [kind for kind in own if isinstance(kind, type) and issubclass(kind, base)]
-        plugins += [
-            kind for kind in kinds if kind.__name__[0] != "_" and not inspect.isabstract(kind)
-        ]
-    return by_name(*plugins)
+        return by_name(
+            *(
+                kind
+                for kind in kinds
+                if issubclass(kind, self.base) and not inspect.isabstract(kind)
+            )
+        )
 
 
 def plugins_read(base: str, package: str = "") -> dict[str, Any]:
-    """What :func:`plugins_of` finds, with fields and docstrings, read from the source: no plugin is
+    """What :class:`Plugins` finds, with fields and docstrings, read from the source: no plugin is
     imported, nor torch.
 
     Args:
@@ -100,8 +136,13 @@ def by_name(*kinds: type[Plugin]) -> dict[str, type[Plugin]]:
 
 
 def name_of(kind: type) -> str:
-    """The name of a class in text forms: ``TopK`` is ``top_k``."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
+    """The name of a class in text forms."""
+    return named(kind.__name__)
+
+
+def named(kind: str) -> str:
+    """A class's name as text forms have it: ``TopK`` is ``top_k``."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).lower()
 
 
 def text_of(plugin: Any) -> str:
@@ -120,7 +161,7 @@ def text_of(plugin: Any) -> str:
     return name_of(type(plugin)) + (f"({arguments})" if arguments else "")
 
 
-def check_name(what: str, text: str, known: Iterable[str], hint: str) -> tuple[str, str]:
+def check_name(what: str, text: str, known: Collection[str], hint: str) -> tuple[str, str]:
     """The name that a text form begins with, and what stands in its brackets; see :func:`read`.
 
     Raises:
@@ -128,9 +169,9 @@ def check_name(what: str, text: str, known: Iterable[str], hint: str) -> tuple[s
     """
     match = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
     given = text if match is None else match.group(1)
-    name, names = given.lower().replace("-", "_"), [*known]
-    if match is None or name not in names:
-        raise unknown(what, given, names, hint)
+    name = given.lower().replace("-", "_")
+    if match is None or name not in known:
+        raise unknown(what, given, known, hint)
     return name, match.group(2) or ""
 
 

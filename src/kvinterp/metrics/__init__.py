@@ -7,50 +7,55 @@ not have. Bitwise equal inputs give exactly the metric's zero. Non-finite inputs
 numbers, which the caller must look for.
 """
 
-from kvinterp.metrics.attention import pattern_kl
-from kvinterp.metrics.base import KINDS, Kind
-from kvinterp.metrics.dependence import correlation, slope, terciles
-from kvinterp.metrics.divergence import (
-    compare_logits,
-    kl_divergence,
-    logit_margin,
-)
-from kvinterp.metrics.drift import residual_drift
-from kvinterp.metrics.flips import EXACT, counted, first_order, foretold, verdict_of
-from kvinterp.metrics.inference import (
-    Test,
-    corrected,
-    mcnemar,
-    mean_of,
-    rate_of,
-    share_of,
-    sign_flips,
-    welch,
-)
-from kvinterp.metrics.kv import units_in_last_place, vector_errors
-from kvinterp.metrics.recovery import recovery, why_undefined
-from kvinterp.metrics.registry import OF_KIND, REGISTRY, measured
-from kvinterp.metrics.statistics import (
-    FEWEST,
-    Interval,
-    Typical,
-    clustered_interval,
-    kl_statistics,
-    typical,
-)
-from kvinterp.metrics.survival import survival_by_step
+from typing import TYPE_CHECKING
 
-# Single metrics as functions, for users with tensors of their own.
-js_divergence = REGISTRY["js"].function
-max_abs_difference, rms_difference = (
-    REGISTRY["max_abs_logit"].function,
-    REGISTRY["rms_logit"].function,
-)
-top1_agreement, top_probability_difference = (
-    REGISTRY["top1_agree"].function,
-    REGISTRY["top_probability_difference"].function,
-)
-cosine_distance, relative_error = (
-    REGISTRY["cosine_distance"].function,
-    REGISTRY["relative_error"].function,
-)
+from kvinterp.common import on_demand
+
+# Its file has the function's name, and would hide it.
+from kvinterp.metrics.recovery import recovery, why_undefined
+
+if TYPE_CHECKING:
+    from kvinterp.metrics.attention import pattern_kl
+    from kvinterp.metrics.base import KINDS, Kind
+    from kvinterp.metrics.dependence import correlation, slope, terciles
+    from kvinterp.metrics.divergence import (
+        compare_logits,
+        kl_divergence,
+        logit_margin,
+    )
+    from kvinterp.metrics.drift import residual_drift
+    from kvinterp.metrics.flips import EXACT, counted, first_order, foretold, verdict_of
+    from kvinterp.metrics.inference import (
+        Test,
+        corrected,
+        mcnemar,
+        mean_of,
+        rate_of,
+        share_of,
+        sign_flips,
+        welch,
+    )
+    from kvinterp.metrics.kv import units_in_last_place, vector_errors
+    from kvinterp.metrics.registry import (
+        OF_KIND,
+        REGISTRY,
+        cosine_distance,
+        js_divergence,
+        max_abs_difference,
+        measured,
+        relative_error,
+        rms_difference,
+        top1_agreement,
+        top_probability_difference,
+    )
+    from kvinterp.metrics.statistics import (
+        FEWEST,
+        Interval,
+        Typical,
+        clustered_interval,
+        kl_statistics,
+        typical,
+    )
+    from kvinterp.metrics.survival import survival_by_step
+
+__getattr__ = on_demand.names_of(__name__)

@@ -7,6 +7,8 @@ A metric that is found here has its column in the tables of a comparison, its ro
 
 from __future__ import annotations
 
+import importlib
+
 from torch import Tensor
 
 import kvinterp.metrics as folder
@@ -17,8 +19,9 @@ from kvinterp.metrics.base import KINDS, Kind, Metric
 
 def _discover() -> dict[str, Metric]:
     metrics: dict[str, Metric] = {}
-    for module in modules_of(folder):
-        for metric in getattr(module, "METRICS", ()):
+    for file in modules_of(folder, "(METRICS) = ").get("METRICS", ()):
+        module = importlib.import_module(file)
+        for metric in module.METRICS:
             if metric.name in metrics:
                 raise RuntimeError(
                     f"two metrics are called {metric.name!r}; the second is in {module.__name__}."
@@ -52,3 +55,19 @@ def measured(kind: Kind, a: Tensor, b: Tensor) -> dict[str, Measure | Flag]:
                 else metric.together(a, b)
             )
     return values
+
+
+# Single metrics as functions, for users with tensors of their own.
+js_divergence = REGISTRY["js"].function
+max_abs_difference, rms_difference = (
+    REGISTRY["max_abs_logit"].function,
+    REGISTRY["rms_logit"].function,
+)
+top1_agreement, top_probability_difference = (
+    REGISTRY["top1_agree"].function,
+    REGISTRY["top_probability_difference"].function,
+)
+cosine_distance, relative_error = (
+    REGISTRY["cosine_distance"].function,
+    REGISTRY["relative_error"].function,
+)

@@ -102,13 +102,14 @@ def load_model(
         eager = "eager" if kind == "bridge" else attention
         with reading_once(folder):
             source, tokenizer = _load_transformers(name, folder, dtype, device, eager, remote_code)
-        from kvinterp.models.bridge import BridgeAdapter, build_bridge
-        from kvinterp.models.native import NativeAdapter
-
         with loading(name):
             if kind == "bridge":
+                from kvinterp.models.bridge import BridgeAdapter, build_bridge
+
                 adapter = BridgeAdapter(build_bridge(source, name), name, tokenizer)
             else:
+                from kvinterp.models.native import NativeAdapter
+
                 adapter = NativeAdapter(source, name, tokenizer)
             # end_tokens raises here, within loading(), where the generation config is nonsense.
             log.debug("%s ends at %s", name, sorted(adapter.end_tokens))

@@ -1,18 +1,18 @@
 """HOW it runs: execution paths as data, and the two loops that follow them."""
 
-from kvinterp.paths.kernels import (
-    KERNELS,
-    BatchInvariant,
-    Kernels,
-    LayerCast,
-    Native,
-    SplitK,
-    kernels_named,
-)
+from typing import TYPE_CHECKING
+
+from kvinterp.common import on_demand
+from kvinterp.paths.kernels import KERNELS, Kernels, Native, kernels_named
 from kvinterp.paths.loops import Runner
 from kvinterp.paths.path import Cached, ExecutionPath, Recompute, path_named, path_read
 from kvinterp.paths.runner import run
 from kvinterp.paths.sampling import STRATEGIES, Greedy, Strategy, TopK, TopP, strategy_named
+
+if TYPE_CHECKING:
+    from kvinterp.paths.kernels.batch_invariant import BatchInvariant
+    from kvinterp.paths.kernels.layer_cast import LayerCast
+    from kvinterp.paths.kernels.split_k import SplitK
 
 __all__ = [
     "KERNELS",
@@ -36,3 +36,5 @@ __all__ = [
     "run",
     "strategy_named",
 ]
+
+__getattr__ = on_demand.names_of(__name__)

@@ -7,7 +7,7 @@ from kvinterp.common import spec
 from kvinterp.common.checks import check_text
 from kvinterp.policies.base import ComposedPolicy, Policy
 
-POLICIES = spec.plugins_of(folder, Policy)
+POLICIES = spec.Plugins(folder, Policy)
 
 
 def policy_named(text: str) -> Policy:

@@ -24,7 +24,6 @@ from kvinterp.models.attaching import HookPoint
 from kvinterp.models.hook_names import HOOKS, hook_point_of
 from kvinterp.models.sites import LAYOUTS
 from kvinterp.recording.activation_cache import cache_of
-from kvinterp.recording.engine_path import LARGEST, MISSING, positive, token_ids
 
 _ABOUT, _TENSORS = "trace.json", "trace.safetensors"
 
@@ -105,6 +104,8 @@ class Trace:
         Raises:
             InputError: The shapes do not fit, or the values cannot be log-probs.
         """
+        from kvinterp.recording.engine_path import LARGEST, MISSING, positive, token_ids
+
         try:
             prompt, tokens = np.asarray(prompt).tolist(), np.asarray(tokens).tolist()
             array = _array(values)

@@ -25,7 +25,7 @@ from kvinterp.common import spec
 from kvinterp.common.checks import check_choice, check_whole
 from kvinterp.errors import InputError
 
-OPERATIONS = spec.plugins_of(folder, Operation)  # type: ignore[type-abstract]
+OPERATIONS = spec.Plugins(folder, Operation)  # type: ignore[type-abstract]
 KINDS = spec.by_name(Rows, *OPERATIONS.values())
 HINT = (
     "A program is rows(PADS) and operations joined by +, as in rows(0+4)+feed(9)+crop(2)+feed(1)."

@@ -18,7 +18,7 @@ from kvinterp.engines.readers.kl_base import MAGIC, read_kl_base
 from kvinterp.errors import InputError, shown
 from kvinterp.recording.engine_path import EnginePath, value_in
 
-READERS: dict[str, type[Reader]] = spec.plugins_of(folder, Reader)  # type: ignore[type-abstract]
+READERS = spec.Plugins(folder, Reader)  # type: ignore[type-abstract]
 BINARY = "kl_base"
 MOST = 2**31
 """The most bytes that are read of a file."""

@@ -18,12 +18,17 @@ transformers model alike, and leaves nothing behind.
 Which library does which stands in ``docs/kernels.md``.
 """
 
+from typing import TYPE_CHECKING
+
+from kvinterp.common import on_demand
 from kvinterp.paths.kernels.base import KernelMode, Kernels
-from kvinterp.paths.kernels.batch_invariant import BatchInvariant
-from kvinterp.paths.kernels.layer_cast import LayerCast
 from kvinterp.paths.kernels.native import Native
 from kvinterp.paths.kernels.registry import KERNELS, kernels_named
-from kvinterp.paths.kernels.split_k import OPERATIONS, SplitK
+
+if TYPE_CHECKING:
+    from kvinterp.paths.kernels.batch_invariant import BatchInvariant
+    from kvinterp.paths.kernels.layer_cast import LayerCast
+    from kvinterp.paths.kernels.split_k import OPERATIONS, SplitK
 
 __all__ = [
     "KERNELS",
@@ -36,3 +41,5 @@ __all__ = [
     "SplitK",
     "kernels_named",
 ]
+
+__getattr__ = on_demand.names_of(__name__)

@@ -7,7 +7,7 @@ from kvinterp.common import spec
 from kvinterp.common.checks import check_text
 from kvinterp.paths.kernels.base import Kernels
 
-KERNELS = spec.plugins_of(folder, Kernels)
+KERNELS = spec.Plugins(folder, Kernels)
 
 
 def kernels_named(text: str | Kernels) -> Kernels:
