@@ -240,9 +240,15 @@ def scripts() -> dict[Path, str]:
     }
 
 
+def programs() -> dict[str, str]:
+    """By bug, the smallest program that kvinterp's quick check made of it, where it found one."""
+    said = map(json.loads, (HERE / "results.jsonl").read_text(encoding="utf-8").splitlines())
+    return {row["name"]: row["program"] for row in said if "program" in row and row.get("mended") is False}
+
+
 def bugs() -> str:
     """A line of JSON a bug, the oldest first."""
-    source = Source()
+    source, smallest = Source(), programs()
     rows = []
     for name, (_, call) in source.reports.items():
         if name not in NOT_PUBLIC:
@@ -260,7 +266,8 @@ def bugs() -> str:
         model = "two functions" if "OwnCode" in text else "a module" if "from transformer" not in text else "transformers"
         fields = {"name": name, "reports": addresses, "date": date, "library": library, "symptom": symptom, "class": kind}
         fields |= {"use": use, "public": public, "model": "TransformerLens" if "transformer_lens" in text else model}
-        lines.append(json.dumps(fields | {"script": f"scripts/{name}.py"}, ensure_ascii=False))
+        fields |= {"script": f"scripts/{name}.py", "program": smallest.get(name)}
+        lines.append(json.dumps(fields, ensure_ascii=False))
     return "\n".join(lines) + "\n"
 
 

@@ -11,6 +11,11 @@ from typing import Any
 
 import pytest
 
+from kvinterp.auditing.programs.model_subject import ModelSubject
+from kvinterp.auditing.programs.names import program_named
+from kvinterp.auditing.programs.outcome import RIGHT, WRONG
+from kvinterp.auditing.programs.search import run_program
+from kvinterp.models import wrap
 from support import has_hooked_transformer
 
 HOME = Path(__file__).parents[2] / "benchmarks" / "cachebugs"
@@ -75,9 +80,37 @@ def test_an_assertion_of_others_finds_a_plain_fault_and_not_its_twin(method: str
     assert (bad["said"], good["said"]) == ("found", "right")
 
 
-def test_what_was_asked_is_of_bugs_that_there_are_and_the_page_has_its_table() -> None:
+def test_what_was_asked_is_of_bugs_and_types_that_there_are_and_the_pages_have_its_tables() -> None:
     rows = [json.loads(line) for line in methods.RESULTS.read_text(encoding="utf-8").splitlines()]
-    assert {row["name"] for row in rows} <= {*run.BUGS}
-    assert len({(row["name"], row["mended"], row["method"]) for row in rows}) == len(rows)
-    for page in (HOME / "README.md", HOME.parents[1] / "docs" / "known_bugs.md"):
-        assert methods.table(rows) in page.read_text(encoding="utf-8"), page
+    of_bugs, of_types = [row for row in rows if "name" in row], [row for row in rows if "type" in row]
+    assert {row["name"] for row in of_bugs} <= {*run.BUGS}
+    assert {row["type"]: row["walk"] for row in of_types}.items() <= methods.types().items()
+    assert len({tuple(row.values())[:3] for row in rows}) == len(rows)
+    first, second = methods.tables(rows).split("\n\n")
+    read = (HOME / "README.md").read_text(encoding="utf-8")
+    assert first in read
+    assert second in read
+    assert first in (HOME.parents[1] / "docs" / "known_bugs.md").read_text(encoding="utf-8")
+
+
+def test_another_fault_of_a_type_is_no_false_alarm_and_one_that_nobody_knows_is() -> None:
+    row = {"said": "found", "seconds": 1.0, "model_type": "mamba"}
+    known, unknown, right = {**row, "use": "several chunks"}, {**row, "use": "beam search"}, {**row, "said": "right"}
+    none: dict[str, list[Any]] = {method: [] for method in methods.METHODS}
+    lines = methods.table(none, {**none, "quick": [known, unknown, right]}, "bugs").splitlines()
+    assert "|1 of 3, 1 with another fault|" in lines[-1]
+    assert "|0 of 0|" in lines[2]
+
+
+def test_the_program_of_a_bug_shows_it_on_its_model() -> None:
+    for bug in run.BUGS.values():
+        assert bug["program"] is None or str(program_named(bug["program"])) == bug["program"]
+    for mended, word in ((False, WRONG), (True, RIGHT)):
+        with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+            assert pool.apply(program_said, ("roberta_embeds", mended)) == word
+
+
+def program_said(name: str, mended: bool) -> str:
+    """What the program of a bug comes to on the bug's model."""
+    model = run.loaded(name).build(not mended)
+    return run_program(ModelSubject(wrap(model)), program_named(run.BUGS[name]["program"])).word

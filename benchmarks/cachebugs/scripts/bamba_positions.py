@@ -30,8 +30,9 @@ def build(fault: bool) -> nn.Module:
 
     @functools.wraps(own)
     def mended(self: Any, input_ids: Any = None, past_key_values: Any = None, position_ids: Any = None, **more: Any) -> Any:
-        if position_ids is None and past_key_values is not None and input_ids is not None:
-            position_ids = torch.arange(input_ids.shape[1])[None] + past_key_values.get_seq_length()
+        if position_ids is None and past_key_values is not None:
+            fed = more["inputs_embeds"] if input_ids is None else input_ids
+            position_ids = torch.arange(fed.shape[1])[None] + past_key_values.get_seq_length()
         return own(self, input_ids=input_ids, past_key_values=past_key_values, position_ids=position_ids, **more)
 
     if not fault:

@@ -33,7 +33,8 @@ def build(fault: bool) -> nn.Module:
 
     @functools.wraps(own)
     def mended(self: Any, input_ids: Any = None, attention_mask: Any = None, **more: Any) -> Any:
-        held = attention_mask is not None and more.get("past_key_values") is not None
+        # A mask of four axes, as generate() makes it for a static cache, has the causal one in it.
+        held = attention_mask is not None and attention_mask.dim() == 2 and more.get("past_key_values") is not None
         before = more["past_key_values"].get_seq_length() if held else 0
         pads["count"] = int((attention_mask[:, :before] == 0).sum()) if held else 0
         return own(self, input_ids=input_ids, attention_mask=attention_mask, **more)
