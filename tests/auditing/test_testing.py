@@ -19,6 +19,10 @@ from kvinterp import testing
 from kvinterp.auditing.baseline import WRITE
 from kvinterp.testing import CacheInconsistency, CacheTesterMixin, assert_cache_consistent
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import model_tests  # noqa: E402
+
 QUICKLY: dict[str, Any] = {"lengths": (5,), "steps": 1, "rungs": ("float32",), "seconds": 4.0}
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -167,3 +171,23 @@ def test_programs_for_hypothesis_are_right_or_shrunk(kind: type) -> None:
     # The fault is of two rows, behind a cache: the smallest program has no more.
     assert len(ran[-1].program.rows.pads) == 2
     assert len(ran[-1].program.steps) == 2
+
+
+def test_the_models_of_transformers_own_tests_are_made_and_the_page_has_what_the_mixin_said() -> None:
+    names = [*model_tests.OF_COMMON, *model_tests.WRITTEN]
+    assert {model_tests.config_of(name).model_type for name in names} == {*names}
+    config = model_tests.config_of("gpt2")  # By its own names of what the tester holds.
+    assert (config.n_embd, config.n_layer, config.n_head, config.vocab_size) == (32, 2, 2, 99)
+    assert model_tests.config_of("deepseek_v4").layer_types == model_tests.OF_COMMON["deepseek_v4"]["layer_types"]
+    rows = [json.loads(line) for line in model_tests.RESULTS.read_text(encoding="utf-8").splitlines()]
+    assert [row["type"] for row in rows] == names
+    assert model_tests.table(rows) in (BENCHMARKS.parent / "docs" / "ci.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_a_model_of_their_tests_fails_in_the_use_that_the_page_says() -> None:
+    said = model_tests.tried("mamba2")
+    assert (said["word"], said["wrong"]) == (
+        "fails",
+        {"Mamba2ForCausalLM": ["generate() on a filled cache, given the whole text"]},
+    )
