@@ -139,6 +139,12 @@ def _gpt2() -> Any:
     )
 
 
+def random_model(kind: Any, seed: int = 0, **config: Any) -> Any:
+    """A tiny random model of one of transformers' classes whose config has Llama's names, or of a class of one's own."""
+    torch.manual_seed(seed)
+    return kind(kind.config_class(**_shared(**config))).eval()
+
+
 TINY: dict[str, Callable[[], Any]] = {
     "llama-gqa": _llama_gqa,
     "llama-mha": _llama_mha,
@@ -390,6 +396,19 @@ def nothing_left(model: nn.Module, warm: Callable[[], object] = lambda: None) ->
     yield
     assert hooks_of(model) == before
     assert_bitwise(plain_forward(model, tokens), bits, "logits afterwards")
+
+
+class SoftmaxInItsOwnDtype(torch.overrides.TorchFunctionMode):
+    """Takes away the cast to float32 that transformers' eager attention asks of its softmax, and counts how often."""
+
+    taken = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.nn.functional.softmax and kwargs.get("dtype") is torch.float32:
+            kwargs.pop("dtype")
+            self.taken += 1
+        return func(*args, **kwargs)
 
 
 def steps_of(tokens: list[int]) -> Iterator[Tensor]:

@@ -10,22 +10,14 @@ from kvinterp.models import zoo
 from kvinterp.paths import strategy_named
 from kvinterp.paths.sampling import uniforms
 from kvinterp.paths.store import Growing, Store
-from support import Case
+from support import Case, has_hooked_transformer
 
 pytestmark = pytest.mark.bits
 
 PROMPT = "Question: Leo shares 4 balls among 2 friends. How many balls does each friend get?\nAnswer:"
 
 
-def has_hooked():
-    try:
-        from transformer_lens import HookedTransformer  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-HOOKED_KINDS = ["hooked", "bridge", "native"] if has_hooked() else ["bridge", "native"]
+HOOKED_KINDS = ["hooked", "bridge", "native"] if has_hooked_transformer() else ["bridge", "native"]
 
 
 @pytest.fixture(scope="module")

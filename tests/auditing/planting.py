@@ -1,4 +1,4 @@
-"""Faults of a cache's update, planted in transformers' own code for the length of one test."""
+"""Faults of a cache's update, planted in transformers' own code for the length of one test, and an audit that is quick."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+
+from kvinterp.auditing.audit import audit
 
 
 def on_update(change: Callable[[Any, Any, Any, int, bool], Any], layer: int) -> Callable[[pytest.MonkeyPatch], None]:
@@ -24,6 +27,13 @@ def on_update(change: Callable[[Any, Any, Any, int, bool], Any], layer: int) -> 
         patch.setattr(Cache, "update", update)
 
     return plant
+
+
+def quick(model: Any, prompts: Any = None, **more: Any) -> Any:
+    """An audit of one length in two precisions, without programs."""
+    prompt = torch.randint(3, 131, (40,), generator=torch.Generator().manual_seed(5)).tolist()
+    choices = {"lengths": (9,), "steps": 2, "sweep": "no", "rungs": ("float32", "float64"), "checks": "none", **more}
+    return audit(model, [prompt] if prompts is None else prompts, **choices)
 
 
 def key_wrong_by_a_thousandth(store: Any, k: Any, v: Any, cache: Any, decoding: bool) -> Any:

@@ -8,18 +8,11 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from planting import on_update
+from planting import on_update, quick
 
 import kvinterp as kv
-from kvinterp.auditing.audit import audit
 
 pytestmark = [pytest.mark.bits, pytest.mark.slow]
-
-
-def quick(model: Any, prompts: Any = None, **more: Any) -> Any:
-    prompt = torch.randint(3, 131, (40,), generator=torch.Generator().manual_seed(5)).tolist()
-    choices = {"lengths": (9,), "steps": 2, "sweep": "no", "rungs": ("float32", "float64"), "checks": "none", **more}
-    return audit(model, [prompt] if prompts is None else prompts, **choices)
 
 
 def small(kind: str, attention: str | None = None, **more: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import kvinterp as kv
 from kvinterp.auditing.programs.model_subject import ModelSubject
@@ -22,17 +23,13 @@ from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.search import Searched
 from kvinterp.auditing.subjects import subject_instead
 from kvinterp.errors import UnsupportedError
-from support import PROMPT, bare_hooked_transformer
+from support import PROMPT, bare_hooked_transformer, random_model
 
 FEW: dict[str, Any] = {"lengths": (5, 9), "steps": 2, "programs": 6, "seconds": 15}
 
 
 def _native() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=131, initializer_range=0.3, max_position_embeddings=64, **sizes)).eval()
+    return random_model(LlamaForCausalLM, initializer_range=0.3)
 
 
 def _mlp(model: Any) -> Any:

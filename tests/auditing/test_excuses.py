@@ -7,18 +7,11 @@ from typing import Any
 import pytest
 import torch
 from architectures import build
-from planting import on_update
+from planting import on_update, quick
 
-from kvinterp.auditing.audit import audit
 from kvinterp.auditing.values import difference, row_errors
 
 pytestmark = pytest.mark.slow
-
-
-def quick(model: Any, **more: Any) -> Any:
-    prompt = torch.randint(3, 131, (40,), generator=torch.Generator().manual_seed(5)).tolist()
-    choices = {"lengths": (9,), "steps": 2, "sweep": "no", "rungs": ("float32", "float64"), "checks": "none", **more}
-    return audit(model, [prompt], **choices)
 
 
 def where(verdict: Any) -> tuple[Any, ...]:

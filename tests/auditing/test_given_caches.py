@@ -17,18 +17,16 @@ from kvinterp.auditing.programs.search import run_program
 from kvinterp.auditing.subjects import GivenCache
 from kvinterp.errors import InputError, UnsupportedError
 from kvinterp.models.cache_kinds import cache_named
+from support import random_model
 
 HERE = str(Path(__file__).parent)
 
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, max_position_embeddings=1024, initializer_range=0.3,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config).eval()
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    more = {"hidden_size": 64, "max_position_embeddings": 1024, "initializer_range": 0.3}
+    return random_model(transformers.LlamaForCausalLM, 1, **heads, **more)
 
 
 def audited(model, cache, **more):

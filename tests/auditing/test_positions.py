@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM, MistralForCausalLM
 
 import kvinterp as kv
 from kvinterp.models.positions import counted, counted_by
+from support import random_model
 
 COUNTED, GOES_ON = "positions are counted from the rows that are left", "positions go on"
 
@@ -43,9 +44,7 @@ class GoesOn(CountsRows):
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=131, initializer_range=0.2, max_position_embeddings=256, **sizes)).eval()
+    return random_model(LlamaForCausalLM, vocab_size=131, initializer_range=0.2, max_position_embeddings=256)
 
 
 def _tokens(count: int) -> torch.Tensor:
@@ -74,11 +73,7 @@ def test_the_two_are_told_apart_and_measured(model: Any) -> None:
 
 
 def test_a_sliding_window_counts_on(model: Any) -> None:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    slides = MistralForCausalLM(MistralConfig(vocab_size=131, num_key_value_heads=4, sliding_window=8, **sizes)).eval()
+    slides = random_model(MistralForCausalLM, vocab_size=131, num_hidden_layers=1, sliding_window=8)
     found = counted(kv.wrap(slides), lambda: DynamicCache(config=slides.config), _tokens(20))
     assert found is not None
     assert found.position == found.fed == 19

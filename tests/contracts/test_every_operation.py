@@ -82,9 +82,12 @@ def test_every_operation_runs_or_says_that_it_is_not_offered(name, monkeypatch):
             do(step, run)
 
         monkeypatch.setattr(kind, "do", counted)
+        drawn = dict[str, Program]()
         for n in range(DRAWS):
             draw, rows = random.Random(n), 1 + n % 2 * (subject.rows > 1)
             program = Program(Rows((0,) * rows), (Feed(6), made(kind, draw, rows, subject), Feed(2, 1)))
+            drawn[str(program)] = program
+        for program in drawn.values():  # One that is drawn twice computes the same twice.
             run = run_program(subject, program)
             assert run.word in (RIGHT, REFUSED), (str(program), run.why)
             assert run.word == RIGHT or run.why

@@ -7,7 +7,7 @@ import torch
 
 import kvinterp as kv
 from kvinterp.policies import Policy
-from support import PROMPT, Case, assert_bitwise, cases, plain_forward
+from support import PROMPT, Case, SoftmaxInItsOwnDtype, assert_bitwise, cases, plain_forward
 
 pytestmark = pytest.mark.bits
 
@@ -150,19 +150,6 @@ def rounding_bound(facts, logits):
     block = 6 * facts.width + facts.head_dim * (1 + facts.query_heads) + 2 * positions + 4 * facts.width
     sums = facts.layers * block + 2 * facts.width
     return 2 * sums * UNIT_ROUNDOFF * float(logits.abs().max())
-
-
-class SoftmaxInItsOwnDtype(torch.overrides.TorchFunctionMode):
-    """Takes away the cast to float32 that transformers' eager attention asks of its softmax, and counts how often."""
-
-    taken = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func is torch.nn.functional.softmax and kwargs.get("dtype") is torch.float32:
-            kwargs.pop("dtype")
-            self.taken += 1
-        return func(*args, **kwargs)
 
 
 def casts_softmax_down(case):

@@ -7,11 +7,12 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import kvinterp as kv
 from kvinterp.errors import UnsupportedError
 from kvinterp.paths.prompt import prompt_difference
+from support import random_model
 
 IDS = list(range(5, 17))
 ONE = {"max_new_tokens": 1, "logits": "keep"}
@@ -61,10 +62,7 @@ def minding(model, wrong="without"):
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=99, num_key_value_heads=2, pad_token_id=0, initializer_range=0.2, **sizes)
-    return LlamaForCausalLM(config).eval()
+    return random_model(LlamaForCausalLM, num_hidden_layers=3, initializer_range=0.2)
 
 
 @pytest.fixture(scope="module")

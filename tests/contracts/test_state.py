@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
 import kvinterp as kv
 from kvinterp.auditing.programs.outcome import WRONG
 from kvinterp.errors import KvinterpError, UnsupportedError
+from support import random_model
 
 SHORT = {"max_new_tokens": 3, "stop": "length"}
 QUIET = SHORT | {"progress": "none"}
@@ -87,11 +88,7 @@ def contents(model):
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    made = LlamaForCausalLM(
-        LlamaConfig(vocab_size=99, num_key_value_heads=2, pad_token_id=0, initializer_range=0.2, **sizes)
-    )
+    made = random_model(LlamaForCausalLM, initializer_range=0.2)
     keeper = made.model.keeper = Offset(made.config)
     made.model.embed_tokens.register_forward_hook(lambda _, __, embedded: keeper(embedded))
     return made.eval()

@@ -1,4 +1,4 @@
-"""What the tests of the judge share: one model's rows, which are its slow part."""
+"""What the tests of the judge share: one model, and its rows, which are its slow part."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
+import kvinterp as kv
 from kvinterp.engines import ours as engine_ours
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The model that most files are judged against; a file of tests with its own overrides it."""
+    return kv.load_model("zoo:llama64-mini", kind="native", dtype="float32")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,11 +17,6 @@ STEPS = 40
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return kv.load_model("zoo:llama64-mini", kind="native", dtype="float32")
-
-
-@pytest.fixture(scope="module")
 def walked(model: Any) -> Any:
     """Prompt, tokens and logits of our cached path, as numbers that know nothing of us."""
     prompt = model.encode(kv.load_prompts("natural:1")[0].text)[:16]

@@ -31,11 +31,6 @@ pytestmark = pytest.mark.xdist_group("judge")
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return kv.load_model("zoo:llama64-mini", kind="native", dtype="float32")
-
-
-@pytest.fixture(scope="module")
 def walked(model: Any) -> Callable[[planted.Engine, str], list[EnginePath]]:
     text = [t for prompt in kv.load_prompts("natural:24") for t in model.encode(prompt.text)[1:]]
     bos = model.tokenizer.bos_token_id

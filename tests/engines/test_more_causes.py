@@ -25,11 +25,6 @@ pytestmark = pytest.mark.xdist_group("judge")
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return kv.load_model("zoo:llama64-mini", kind="native", dtype="float32")
-
-
-@pytest.fixture(scope="module")
 def moe() -> Any:
     return kv.load_model("zoo:moe-mini", kind="native", dtype="float32")
 

@@ -14,11 +14,6 @@ PLAIN = "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}\n{% endfor %}"
 BEGIN = "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return kv.load_model("zoo:llama64-mini", kind="native", dtype="float32")
-
-
 def check(model: Any, template: str, reply: Any) -> Any:
     given = reply if isinstance(reply, dict) else {"content": reply}
     messages = [

@@ -20,11 +20,6 @@ LENGTH, CUT = 64, 28
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    return kv.load_model("zoo:llama64-mini", kind="native", dtype="float32")
-
-
-@pytest.fixture(scope="module")
 def texts(model: Any) -> list[list[int]]:
     text = [t for prompt in kv.load_prompts("natural:16") for t in model.encode(prompt.text)[1:]]
     return [[model.tokenizer.bos_token_id, *text[n * LENGTH : (n + 1) * LENGTH - 1]] for n in range(2)]

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import kvinterp as kv
 from kvinterp.common.numbers import number
@@ -18,7 +18,7 @@ from kvinterp.comparison import Comparison, comparing
 from kvinterp.comparison.findings import headline_of
 from kvinterp.metrics.recovery import ONLY_THE_PREFILL
 from kvinterp.models import Adapter
-from support import Case
+from support import Case, random_model
 from synthetic import comparison
 
 pytestmark = pytest.mark.bits
@@ -162,9 +162,7 @@ class Changed(torch.nn.Module):
 
 
 def small(change):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, initializer_range=0.3, **sizes)).eval()
+    model = random_model(LlamaForCausalLM, vocab_size=64, initializer_range=0.3)
     model.lm_head = Changed(model.lm_head, change).eval()
     return model
 

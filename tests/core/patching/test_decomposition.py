@@ -6,7 +6,7 @@ import torch
 import kvinterp as kv
 from kvinterp import metrics
 from kvinterp.patching import Plant
-from support import PROMPT, Case, cases, hooks_of, plain_forward
+from support import PROMPT, Case, SoftmaxInItsOwnDtype, cases, hooks_of, plain_forward
 
 pytestmark = [pytest.mark.bits, pytest.mark.xdist_group("decomposition")]
 
@@ -40,16 +40,6 @@ def once(model, **more):
 
 def from_step(table, first):
     return table[table["step"] >= first]
-
-
-class SoftmaxInItsOwnDtype(torch.overrides.TorchFunctionMode):
-    """Takes away the cast to float32 that transformers' eager attention asks of its softmax, in float64 too."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func is torch.nn.functional.softmax and kwargs.get("dtype") is torch.float32:
-            kwargs.pop("dtype")
-        return func(*args, **kwargs)
 
 
 @pytest.mark.slow

@@ -5,13 +5,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import kvinterp as kv
 from kvinterp.models import wrap
 from kvinterp.paths.store import Growing, Store
 from kvinterp.policies import CacheRows, policy_named
-from support import SEED, Case, assert_bitwise, assert_close
+from support import SEED, Case, assert_bitwise, assert_close, random_model
 
 GGUF = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 PLACE = CacheRows(0, 0, 1, rotated=True)
@@ -28,10 +28,7 @@ def normal(*shape, seed=0):
 @pytest.fixture(scope="module")
 def wide():
     """A random model with heads of 32 and no window."""
-    torch.manual_seed(SEED)
-    config = LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, head_dim=32, max_position_embeddings=96, initializer_range=0.15)  # fmt: skip
-    return wrap(LlamaForCausalLM(config).eval(), name="wide")
+    return wrap(random_model(LlamaForCausalLM, SEED, head_dim=32), name="wide")
 
 
 # The block formats -----------------------------------------------------------------------------------------------------
