@@ -135,7 +135,7 @@ wild: $(STAMP)
 	PYTHONPATH=tools $(BIN)/python -m wild --table --reports --board
 
 # What a release of transformers decodes otherwise than the one before, the day it comes: an environment of that release upon this one, each use of each causal type
-# once, TransformerLens as pinned and as pip has it, a row on the board, and a draft of a report. Some 10 minutes of one core; it goes on where it stopped. Fails where
+# and encoder-decoder once, TransformerLens as pinned and as pip has it, a row on the board, and a draft of a report. Some 10 minutes of one core; it goes on where it stopped. Fails where
 # a use got worse.
 TRANSFORMERS ?= $(error which release? make referee TRANSFORMERS=5.25.0)
 REFEREE = .venv-referee-$(TRANSFORMERS)
@@ -149,7 +149,7 @@ referee: $(STAMP)
 	$(REFEREE)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade --target $(REFEREE)/lens transformer-lens
 	$(RELEASE) --lens
 	$(subst PYTHONPATH=,PYTHONPATH=$(REFEREE)/lens:,$(RELEASE)) --lens
-	$(RELEASE) $(TYPES) --auto AutoModelForCausalLM
+	$(RELEASE) $(TYPES) --auto AutoModelForCausalLM AutoModelForSeq2SeqLM
 	$(RELEASE) --board --page
 	$(RELEASE) --referee
 
