@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
+from pathlib import Path
 
 import pytest
 
+from browser import SCHEMES, WIDTHS, faults_of
 from kvinterp.auditing.programs.names import program_named
 from kvinterp.auditing.programs.outcome import RIGHT
 from kvinterp.auditing.programs.search import FIRST, run_program
@@ -240,6 +243,21 @@ def test_a_cell_has_one_mark_where_all_releases_agree_and_else_one_each(tmp_path
         use["since"] for pair in board_page.shown(boards)["pairs"] for use in pair["uses"] if pair["after"] == "5.3.0"
     ]
     assert since == "5.1.0"
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.xdist_group("browser")
+def test_the_page_of_releases_reads_in_a_browser(page_opened):
+    """Wide and narrow, light and dark: nothing is cut off, and nothing is asked for but pictures beside it."""
+    docs = Path(__file__).parents[2] / "docs"
+    for scheme, width in itertools.product(SCHEMES, WIDTHS):
+        opened = page_opened(docs / "board" / "index.html", width, scheme)
+        # A browser shows a file's pictures and lets no script read them.
+        opened.page.evaluate("document.querySelectorAll('img').forEach((picture) => picture.remove())")
+        assert faults_of(opened) == [], (scheme, width)
+        assert opened.console == []
+        assert {url.partition(f"{docs.as_uri()}/")[2].rpartition(".")[2] for url in opened.asked} == {"svg"}
 
 
 def test_a_type_that_takes_too_long_has_a_row_that_says_so(tmp_path, monkeypatch):
