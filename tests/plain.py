@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 
 import kvinterp as kv
-from support import assert_bitwise
+from support import PROMPT, Case, assert_bitwise, assert_close
 
 FED = (7, 81, 23, 23, 60)
 BACKENDS = {
@@ -80,6 +80,23 @@ def thinned_loop(model: nn.Module, prompt: Sequence[int], choose: Callable[..., 
                 setattr(layer, name, whole.gather(2, index[..., None].expand(*index.shape, whole.shape[3])))
             held[at] = held[at].gather(2, index)
     return torch.stack(logits), read
+
+
+def check_thinned(load: Callable[..., Any], case: Case, choose: Callable[..., Tensor], path: Any) -> kv.Trace:
+    """Positions, K and V, and logits of a path that lets go of rows are those of :func:`thinned_loop`, in float64 to rounding."""
+    model, plain = (load(each).at(torch.float64) for each in (case, Case(case.model, "native", "eager")))
+    wanted, read = thinned_loop(plain.model, PROMPT, choose)
+    settings = {"max_new_tokens": len(FED) + 1, "continuation": FED, "stop": "length", "logits": "keep"}
+    found = kv.run(model, list(PROMPT), path, record="kv", positions="all", **settings)
+    # transformers' eager attention has a softmax in float32.
+    assert_close(found.logits, wanted, "logits", ("step", "vocab"), relative=1e-5)
+    for layer in range(plain.facts.layers):
+        for step, (positions, keys, values) in enumerate(layers[layer] for layers in read):
+            at = f"layer {layer}, step {step}"
+            assert torch.equal(found.records["cache_positions", layer][step], positions[0]), at
+            for site, tensor in (("cache_k", keys), ("cache_v", values)):
+                assert_close(found.records[site, layer][step], tensor[0], f"{site}, {at}", relative=1e-6)
+    return found
 
 
 def check_law_10(

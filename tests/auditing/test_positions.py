@@ -116,7 +116,7 @@ def test_a_cache_that_keeps_all_is_told_nothing(model: Any) -> None:
 @pytest.mark.parametrize(("cache", "said"), [(CountsRows, COUNTED), (GoesOn, GOES_ON)])
 def test_a_cache_that_may_drop_rows_may_not_count_them(model: Any, cache: Any, said: str) -> None:
     """Declared lossy, its uses are held against itself, which excused where it puts the next token."""
-    verdict = kv.audit(model, cache=cache, lossy="yes", programs=2, seconds=10)
+    verdict = kv.audit(model, cache=cache, lossy="yes", programs=2, seconds=5)
     assert said in str(verdict)
     wrong = {check.name for check in verdict.checks if check.status == "wrong"}
     assert ("positions" in wrong) == (said == COUNTED)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvinterp as kv
-from kvinterp.paths.kernels import KERNELS, kernels_named
+from kvinterp.paths.kernels import KERNELS
 from kvinterp.paths.model_cache import growing_store
 from kvinterp.policies import POLICIES, CacheRows, ComposedPolicy, policy_named
 from kvinterp.policies.base import Selective
@@ -140,12 +140,6 @@ def test_a_policys_text_form_reads_as_it_is_written(name):
         assert kv.path_named(str(path)) == path
         assert path.policy == one
     assert str(kv.path_named(f"cached+{policy}")) == ("cached" if name == "identity" else f"cached+{policy}")
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_a_kernel_modes_text_form_reads_as_it_is_written(name):
-    kernels = KERNELS[name]()
-    assert kernels_named(str(kernels)) == kernels
 
 
 @every_policy

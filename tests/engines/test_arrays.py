@@ -114,9 +114,9 @@ def test_a_comparison_with_arrays_is_kept_and_read(model: Any, walked: Any, tmp_
 
 
 def test_arrays_are_judged_as_a_file_is(model: Any) -> None:
-    text = [t for prompt in kv.load_prompts("natural:8") for t in model.encode(prompt.text)][:200]
+    text = [t for prompt in kv.load_prompts("natural:8") for t in model.encode(prompt.text)][:120]
     run = kv.run(
-        model, text[:20], "cached@float16", max_new_tokens=180, continuation=text[20:], logits="keep", stop="length"
+        model, text[:20], "cached@float16", max_new_tokens=100, continuation=text[20:], logits="keep", stop="length"
     )
     given = kv.Trace.from_arrays(text[:20], text[20:], run.logits, dtype="float16")
     assert kv.audit(model, against=given).verdict == "rounding"

@@ -7,8 +7,8 @@ import transformers
 import kvinterp as kv
 from kvinterp.models import ModelInfo
 from kvinterp.policies import CacheRows, policy_named
-from plain import FED, thinned_loop
-from support import PROMPT, Case, assert_bitwise, assert_close
+from plain import FED, check_thinned
+from support import PROMPT, Case, assert_bitwise
 
 STEPS = len(FED) + 1
 EVICTING = ("sinks(2,4)", "h2o(0.25,0.25)", "tova(0.5)", "snapkv(0.5,3,3)", "knorm(0.5)")
@@ -104,19 +104,9 @@ BY_HAND = dict(
 @pytest.mark.parametrize("shared", SHARED)
 @evicting
 def test_rows_are_let_go_of_by_the_rule(load, policy, shared):
-    """Positions, K and V, and logits are those of a plain loop with explicit positions and masks, in float64 to rounding."""
-    case = SHARED[shared]
-    model = load(case).at(torch.float64)
-    wanted, read = thinned_loop(
-        load(Case(case.model, "native", "eager")).at(torch.float64).model, PROMPT, BY_HAND[policy]()
-    )
-    found = run(model, f"cached+{policy}", record="kv", positions="all")
-    assert model.facts.query_heads == shared * model.facts.kv_heads
-    for layer in range(model.facts.layers):
-        for step, held in enumerate(layers[layer] for layers in read):
-            assert positions(found, layer)[step] == held[0][0].tolist(), f"layer {layer}, step {step}"
-            assert_close(found.records["cache_v", layer][step], held[2][0], f"V, layer {layer}, step {step}", relative=1e-6)
-    assert_close(found.logits, wanted, "logits", ("step", "vocab"), relative=1e-5)
+    facts = load(SHARED[shared]).facts
+    assert facts.query_heads == shared * facts.kv_heads
+    check_thinned(load, SHARED[shared], BY_HAND[policy](), f"cached+{policy}")
 
 
 ROWS = {
