@@ -155,15 +155,31 @@ def shown(boards: dict[str, dict[str, Any]]) -> dict[str, Any]:
         {"id": "types", "title": "Every type, every use", "rows": of_types, "columns": columns, "releases": [*with_types]},
     ]  # fmt: skip
     about = {f"torch {board['made_with']['torch']}" for board in boards.values()}
+    pairs = [*_pairs(boards, sections)]
     return {
+        "lead": _lead(boards, pairs),
         "releases": [*boards],
         "walked": {release: sum(row["auto"] in AUTO for row in board["rows"]) for release, board in boards.items()},
         "badges": {release: summary(board) for release, board in boards.items()},
         "about": ", ".join(sorted(about)),
-        "pairs": [*_pairs(boards, sections)],
+        "pairs": pairs,
         "tables": [table for table in tables if table["rows"]],
         "sections": sections.values(),
     }  # fmt: skip
+
+
+def _lead(boards: dict[str, dict[str, Any]], pairs: Sequence[dict[str, Any]]) -> str:
+    """The page in a sentence or two: what the newest release comes to, and what the releases before it made worse."""
+    releases = [*boards]
+    first, newest = releases[0], releases[-1]
+    wrong, of_all = len(faulty(boards[newest])), len(tried(boards[newest]))
+    worse = [(pair["after"], use) for pair in pairs for use in pair["uses"] if use["after"] == "wrong" != use["before"]]
+    became = "; ".join(
+        f"{use['what']}, with {release} ({len(use['types'])} type{'s' * (len(use['types']) != 1)})"
+        for release, use in worse
+    )
+    count = f"{len(worse)} use{'s' * (len(worse) != 1)} became wrong: {became}" if worse else "no use became wrong"
+    return f"In transformers {newest}, {wrong} of {of_all} types get a use of their cache wrong. Since {first} {count}."
 
 
 def _walked(boards: dict[str, dict[str, Any]], wanted: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
