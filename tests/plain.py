@@ -23,6 +23,12 @@ BACKENDS = {
 }
 
 
+def forced_run(model: Any, path: Any, prompt: Sequence[int] = PROMPT, **more: Any) -> kv.Trace:
+    """Runs a path that is fed FED after a prompt, with every step's logits."""
+    settings = {"max_new_tokens": len(FED) + 1, "continuation": FED, "stop": "length", "logits": "keep"} | more
+    return kv.run(model, list(prompt), path, **settings)
+
+
 @torch.no_grad()
 def plain_loop(model: nn.Module, prompt: Tensor, fed: Sequence[int] = FED, cache: Any = None) -> Tensor:
     """Logits ``[step, vocab]``; the model makes its own cache unless one is given, and is given no position and no mask."""
@@ -86,8 +92,7 @@ def check_thinned(load: Callable[..., Any], case: Case, choose: Callable[..., Te
     """Positions, K and V, and logits of a path that lets go of rows are those of :func:`thinned_loop`, in float64 to rounding."""
     model, plain = (load(each).at(torch.float64) for each in (case, Case(case.model, "native", "eager")))
     wanted, read = thinned_loop(plain.model, PROMPT, choose)
-    settings = {"max_new_tokens": len(FED) + 1, "continuation": FED, "stop": "length", "logits": "keep"}
-    found = kv.run(model, list(PROMPT), path, record="kv", positions="all", **settings)
+    found = forced_run(model, path, record="kv", positions="all")
     # transformers' eager attention has a softmax in float32.
     assert_close(found.logits, wanted, "logits", ("step", "vocab"), relative=1e-5)
     for layer in range(plain.facts.layers):
@@ -104,13 +109,12 @@ def check_law_10(
 ) -> None:
     """Both paths of a native model have the bits of the plain loops."""
     tokens = torch.tensor([list(prompt)], device=next(model.parameters()).device)
-    settings = {"max_new_tokens": len(FED) + 1, "continuation": FED, "stop": "length", "logits": "keep"}
     plain = {
         path: lambda: plain_loop(model, tokens, cache=None if cache is None else cache()),
         "recompute": lambda: plain_recompute(model, tokens),
     }
     for each, loop in plain.items():
-        given = kv.run(model, list(prompt), each, **settings).logits
+        given = forced_run(model, each, prompt).logits
         assert_bitwise(given.cpu(), loop().cpu(), f"logits, {each}", ("step", "vocab"))
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kvinterp.comparison.recordable import COMPARED
 from kvinterp.models import SITES, zoo
+from kvinterp.policies import Policy
 
 SEED = 20240
 PROMPT = (3, 17, 44, 9, 71, 26, 58, 5, 33, 90, 12, 64)
@@ -286,6 +287,25 @@ def _marks(case: Case) -> list[Any]:
     # What llama64-mini has the others have too; its head_dim matters to quantised caches, whose tests name it.
     marks = [pytest.mark.hooked] if case.kind == "hooked" else []
     return [*marks, pytest.mark.long] if case.model == "zoo:llama64-mini" else marks
+
+
+# Policies --------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Louder(Policy):
+    """Attention reads twice the values that are kept."""
+
+    def read(self, keys: Tensor, values: Tensor, cache_rows: Any) -> tuple[Tensor, Tensor]:
+        return keys, values * 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounds(Policy):
+    """Keeps eight bits of every number."""
+
+    def write(self, keys: Tensor, values: Tensor, cache_rows: Any) -> tuple[Tensor, Tensor]:
+        return keys.bfloat16().to(keys), values.bfloat16().to(values)
 
 
 # Asserts that explain themselves ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from transformers import DynamicCache, StaticCache
 
 import kvinterp as kv
 from kvinterp.paths.store import Growing
-from plain import FED, check_law_10
+from plain import FED, check_law_10, forced_run
 from support import PROMPT, assert_bitwise
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -47,11 +47,6 @@ def made(stem, attention="sdpa", dtype="float32", heads=(4, 2), **more):
 
 def llama(**more):
     return made("Llama", **{"hidden_size": 24, "intermediate_size": 40, **more})
-
-
-def logits(model, path, **more):
-    settings = {"max_new_tokens": STEPS, "continuation": FED, "stop": "length", "logits": "keep"} | more
-    return kv.run(model, list(PROMPT), path, **settings)
 
 
 # Law 10 ----------------------------------------------------------------------------------------------------------------
@@ -103,9 +98,9 @@ def unequal(monkeypatch):
 
 def test_a_preallocated_store_of_other_bits_is_not_used_silently(unequal, caplog):
     model = llama()
-    wanted = logits(model, "cached")
+    wanted = forced_run(model, "cached")
     with caplog.at_level(logging.WARNING, logger="kvinterp"):
-        given = logits(model, "cached[cache=preallocated]")
+        given = forced_run(model, "cached[cache=preallocated]")
     assert_bitwise(given.logits, wanted.logits, "logits")
     assert given.provenance["cache"] == "DynamicCache (preallocated gave other bits)"
     assert "does not give the bits of DynamicCache" in caplog.text
@@ -119,7 +114,7 @@ def test_a_preallocated_store_of_other_bits_is_not_used_silently(unequal, caplog
 def test_a_preallocated_store_gives_the_bits_of_the_own_cache_or_is_left(dtype):
     """On a processor whose kernels mind the strides one branch holds, on others the other."""
     for model in (llama(dtype=dtype, heads=(4, 4)), made("Mistral", dtype=dtype, **ARCHITECTURES["Mistral"])):
-        own, ours = logits(model, "cached"), logits(model, "cached[cache=preallocated]")
+        own, ours = forced_run(model, "cached"), forced_run(model, "cached[cache=preallocated]")
         assert_bitwise(ours.logits, own.logits, "logits")
         assert own.provenance["cache"] == "DynamicCache"
         assert ours.provenance["cache"] in (
@@ -146,8 +141,8 @@ def zero_argument_cache():
 )
 def test_a_class_or_function_makes_the_cache(factory):
     model = llama()
-    given = logits(model, kv.Cached(cache=factory))
-    assert_bitwise(given.logits, logits(model, "cached").logits, "logits")
+    given = forced_run(model, kv.Cached(cache=factory))
+    assert_bitwise(given.logits, forced_run(model, "cached").logits, "logits")
     assert given.provenance["cache"] == "DynamicCache"
 
 
@@ -168,7 +163,7 @@ def test_an_offloaded_cache_has_the_bits_of_its_own_plain_loop():
     model = llama().to("cuda")
     check_law_10(model, PROMPT, "cached[cache=offloaded]", lambda: DynamicCache(config=model.config, offloading=True))
     with pytest.raises(kv.UnsupportedError, match="lets go of rows, and an offloaded cache cannot"):
-        logits(model, "cached[cache=offloaded]+sinks(2,4)")
+        forced_run(model, "cached[cache=offloaded]+sinks(2,4)")
 
 
 # Comparing and patching ------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """``smooth``: a mean of the cache and of a recomputation beside it, whose ends are the two, to the bit."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import kvinterp as kv
 from kvinterp.paths import Runner
 from kvinterp.policies import Policy
-from plain import FED
+from plain import FED, forced_run
 from support import PROMPT, Case, assert_bitwise, assert_close, nothing_left
 
 STEPS = len(FED) + 1
@@ -19,9 +20,7 @@ every_kind = pytest.mark.parametrize(
 POLICY = "uniform(-0.5,0.5)"
 
 
-def run(model, path, **more):
-    settings = {"max_new_tokens": STEPS, "continuation": FED, "stop": "length", "logits": "keep", "record": "kv"}
-    return kv.run(model, list(PROMPT), path, **{**settings, "positions": "all"} | more)
+run = functools.partial(forced_run, record="kv", positions="all")
 
 
 @pytest.mark.bits

@@ -11,6 +11,7 @@ from kvinterp.models.cache_kinds import Dynamic, Static
 from kvinterp.models.transformers_cache import TransformersCache
 from kvinterp.paths.store import Growing, Store
 from kvinterp.policies import ComposedPolicy, Identity, Policy
+from support import Louder, Rounds
 
 FACTS = ModelInfo("stub", "Stub", 1, 4, 2, 6, 24, 97, 96, (None,), True, "eager")
 CONFIG = LlamaConfig(hidden_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=6)
@@ -18,18 +19,6 @@ PIECES = (4, 4, 4, 1, 1, 1)
 PREFILL = 12
 LAST_CHUNK = 2
 """Three chunks of a prompt, then three single tokens."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rounds(Policy):
-    def write(self, keys, values, place):
-        return keys.bfloat16().to(keys), values.bfloat16().to(values)
-
-
-@dataclasses.dataclass(frozen=True)
-class Louder(Policy):
-    def read(self, keys, values, place):
-        return keys, values * 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import transformers
 import kvinterp as kv
 from kvinterp.models import ModelInfo
 from kvinterp.policies import CacheRows, policy_named
-from plain import FED, check_thinned
+from plain import FED, check_thinned, forced_run
 from support import PROMPT, Case, assert_bitwise
 
 STEPS = len(FED) + 1
@@ -19,11 +19,6 @@ SHARED = {
     2: Case("llama-gqa", "native", "sdpa"),
     4: Case("llama3-rope", "native", "eager"),
 }
-
-
-def run(model, path, prompt=PROMPT, **more):
-    settings = {"max_new_tokens": STEPS, "continuation": FED, "stop": "length", "logits": "keep"} | more
-    return kv.run(model, list(prompt), path, **settings)
 
 
 def positions(trace, layer=0):
@@ -126,7 +121,7 @@ ROWS = {
 @pytest.mark.parametrize("policy", ROWS)
 def test_as_many_rows_stay_in_every_layer_as_is_documented(load, policy):
     model = load(SHARED[2])
-    found = run(model, f"cached+{policy}", record="cache_v", positions="all")
+    found = forced_run(model, f"cached+{policy}", record="cache_v", positions="all")
     for layer in range(model.facts.layers):
         assert [kept.shape[-1] for kept in found.records["cache_positions", layer]] == ROWS[policy]
 
@@ -181,7 +176,9 @@ def test_what_has_room_for_the_whole_text_changes_no_bit(load, case, policy):
     if policy == "tova(0)":
         policy = "h2o(0.99,0.99)"
     model = load(case)
-    assert_bitwise(run(model, f"cached+{policy}").logits, run(model, "cached").logits, "logits", ("step", "vocab"))
+    assert_bitwise(
+        forced_run(model, f"cached+{policy}").logits, forced_run(model, "cached").logits, "logits", ("step", "vocab")
+    )
 
 
 # In pieces, several at once, again -----------------------------------------------------------------------------------------
@@ -216,5 +213,5 @@ def test_a_model_that_scores_keys_by_the_number_of_their_row_lets_go_of_none(ste
     model = tiny(stem, **BY_ROW[stem])
     for policy in ("sinks(2,4)", "low_rank(4)+knorm(0.5)"):
         with pytest.raises(kv.UnsupportedError, match="scores a key by the number of its row"):
-            run(model, kv.Cached(policy, dtype=str(dtype)))
-    run(model, kv.Cached("low_rank(4)", dtype=str(dtype)))
+            forced_run(model, kv.Cached(policy, dtype=str(dtype)))
+    forced_run(model, kv.Cached("low_rank(4)", dtype=str(dtype)))

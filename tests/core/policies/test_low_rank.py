@@ -1,12 +1,14 @@
 """Low rank: the truncated singular value decomposition of the prompt's keys and values, beside numpy's."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 
 import kvinterp as kv
 from kvinterp.policies.low_rank import truncated
-from plain import FED
+from plain import FED, forced_run
 from support import PROMPT, Case, assert_bitwise, assert_close
 
 STEPS = len(FED) + 1
@@ -14,9 +16,7 @@ CASE = Case("llama-gqa", "native", "sdpa")
 KINDS = [CASE, Case("llama-mha", "bridge"), pytest.param(Case("llama3-rope", "hooked"), marks=pytest.mark.hooked)]
 
 
-def run(model, path, **more):
-    settings = {"max_new_tokens": STEPS, "continuation": FED, "stop": "length", "logits": "keep", "record": "kv"} | more
-    return kv.run(model, list(PROMPT), path, positions="all", **settings)
+run = functools.partial(forced_run, record="kv", positions="all")
 
 
 def matrices(trace, site, layers):

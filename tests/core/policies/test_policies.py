@@ -8,8 +8,8 @@ import torch
 import kvinterp as kv
 from kvinterp.policies import ComposedPolicy, Policy
 from kvinterp.policies.sinks import Sinks
-from plain import FED, check_thinned
-from support import PROMPT, Case, assert_bitwise, assert_close
+from plain import FED, check_thinned, forced_run
+from support import PROMPT, Case, Louder, Rounds, assert_bitwise, assert_close
 
 STEPS = len(FED) + 1
 NATIVE = [Case("llama-gqa", "native", "sdpa"), Case("llama-gqa", "native", "eager")]
@@ -61,27 +61,6 @@ class Halves(Policy):
         return keys, values * 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Louder(Policy):
-    """Attention reads twice the values that are kept."""
-
-    def read(self, keys, values, place):
-        return keys, values * 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Rounds(Policy):
-    """Keeps eight bits of every number."""
-
-    def write(self, keys, values, place):
-        return keys.bfloat16().to(keys), values.bfloat16().to(values)
-
-
-def run(model, path, **more):
-    settings = {"max_new_tokens": STEPS, "continuation": FED, "stop": "length", "logits": "keep"} | more
-    return kv.run(model, list(PROMPT), path, **settings)
-
-
 # Letting go of rows ----------------------------------------------------------------------------------------------------
 
 
@@ -119,17 +98,17 @@ def test_rows_are_let_go_of_as_by_hand(load, case, cache, policy, choose):
 @every_case
 def test_a_policy_that_lets_nothing_go_changes_no_bit(load, case, cache):
     model = load(case)
-    kept = run(model, kv.Cached(Sinks(2, 100), cache=cache), record="kv", positions="all")
-    assert_bitwise(kept.logits, run(model, kv.Cached(cache=cache)).logits, "logits", ("step", "vocab"))
+    kept = forced_run(model, kv.Cached(Sinks(2, 100), cache=cache), record="kv", positions="all")
+    assert_bitwise(kept.logits, forced_run(model, kv.Cached(cache=cache)).logits, "logits", ("step", "vocab"))
     assert kept.records["cache_positions", 1][-1][0].tolist() == list(range(len(PROMPT) + STEPS - 1))
 
 
 @native
 def test_rows_are_let_go_of_once_the_exact_prefill_is_over_and_between_the_chunks_of_a_stored_one(load, case):
     model = load(case).at(torch.float64)
-    whole, chunked = (run(model, kv.Cached(Sinks(2, 8), chunk=chunk), record="cache_v") for chunk in (None, 4))
+    whole, chunked = (forced_run(model, kv.Cached(Sinks(2, 8), chunk=chunk), record="cache_v") for chunk in (None, 4))
     assert_close(chunked.logits, whole.logits, "logits in chunks", relative=1e-5)
-    stored = run(model, kv.Cached(Sinks(1, 3), chunk=4, prefill="stored"), record="cache_v", positions="all")
+    stored = forced_run(model, kv.Cached(Sinks(1, 3), chunk=4, prefill="stored"), record="cache_v", positions="all")
     assert stored.records["cache_positions", 0][0][0].tolist() == [0, 5, 6, 7, 8, 9, 10, 11]
     assert not torch.allclose(stored.logits[0], whole.logits[0])
 
@@ -148,18 +127,18 @@ class Wrong(Policy):
 @pytest.mark.parametrize("rows", [(), (99,), (-1, 2), (1, 1)])
 def test_rows_that_are_not_there_are_an_error(load, rows):
     with pytest.raises(kv.InputError, match="names rows of layer 0 that are not there, or one twice, or none"):
-        run(load(NATIVE[0]), kv.Cached(Wrong(rows)))
+        forced_run(load(NATIVE[0]), kv.Cached(Wrong(rows)))
 
 
 def test_what_cannot_let_go_of_rows_says_so(load):
     model = load(NATIVE[0])
     with pytest.raises(kv.UnsupportedError, match="keeps 1 rows in one layer and 2 in another"):
-        run(model, kv.Cached(Wrong((0,), 1)))
+        forced_run(model, kv.Cached(Wrong((0,), 1)))
     for cache in ("static", "quantized(8,fp8)"):
         with pytest.raises(kv.UnsupportedError, match=r"policy sinks\(2,8\) lets go of rows, and a .*Cache cannot"):
-            run(model, kv.Cached(Sinks(2, 8), cache=cache))
+            forced_run(model, kv.Cached(Sinks(2, 8), cache=cache))
     with pytest.raises(kv.UnsupportedError, match="slides a window over"):
-        run(load(Case("mistral-window", "native", "sdpa")), kv.Cached(Sinks(2, 8)))
+        forced_run(load(Case("mistral-window", "native", "sdpa")), kv.Cached(Sinks(2, 8)))
     for policy in (Sinks(2, 8), HeavyHitters(), ComposedPolicy((Halves(), Sinks(2, 8)))):
         with pytest.raises(kv.InputError, match="recompute keeps no rows"):
             kv.Recompute(policy)
@@ -170,7 +149,7 @@ def test_a_hooked_transformer_lets_go_of_no_rows(load):
     """It turns cached keys by the number of their row, which would be another."""
     for policy in (Sinks(2, 8), ComposedPolicy((Halves(), HeavyHitters()))):
         with pytest.raises(kv.UnsupportedError, match="turns cached keys by the number of their row"):
-            run(load(Case("llama-gqa", "hooked")), kv.Cached(policy))
+            forced_run(load(Case("llama-gqa", "hooked")), kv.Cached(policy))
 
 
 @every_case
@@ -194,9 +173,12 @@ def test_a_path_that_lets_go_of_rows_is_compared_over_all_positions(load, case):
 def test_what_one_wrote_last_is_read_first(load, case):
     """Halving what was rounded is undone before anything else reads it."""
     model = load(case)
-    chained = run(model, kv.Cached(ComposedPolicy((Rounds(), Halves(), Sinks(2, 8)))))
+    chained = forced_run(model, kv.Cached(ComposedPolicy((Rounds(), Halves(), Sinks(2, 8)))))
     assert_bitwise(
-        chained.logits, run(model, kv.Cached(ComposedPolicy((Rounds(), Sinks(2, 8))))).logits, "logits", ("step", "vocab")
+        chained.logits,
+        forced_run(model, kv.Cached(ComposedPolicy((Rounds(), Sinks(2, 8))))).logits,
+        "logits",
+        ("step", "vocab"),
     )
 
 
@@ -212,7 +194,7 @@ every_kind = pytest.mark.parametrize("case", KINDS, ids=str)
 def test_a_stored_prefill_is_the_recompute_path_under_the_same_policy(load, case, chunk, policy):
     model = load(case)
     stored, recomputed, plain = (
-        run(model, path, max_new_tokens=1).logits
+        forced_run(model, path, max_new_tokens=1).logits
         for path in (kv.Cached(policy, chunk=chunk, prefill="stored"), kv.Recompute(policy, chunk=chunk), "recompute")
     )
     assert_bitwise(stored, recomputed, "step 0")
@@ -228,7 +210,7 @@ def test_a_cache_refreshed_at_every_step_is_the_recompute_path(load, case):
     """Law 3 at every step: each one is a prefill, which reads what it computes."""
     model = load(case, "float16")
     for chunk in (None, 4):
-        fresh, plain = (run(model, make(chunk=chunk)).logits for make in (lambda chunk: kv.Cached(refresh=1, chunk=chunk),
+        fresh, plain = (forced_run(model, make(chunk=chunk)).logits for make in (lambda chunk: kv.Cached(refresh=1, chunk=chunk),
                         lambda chunk: kv.Recompute(chunk=chunk)))  # fmt: skip
         assert_bitwise(fresh, plain, "logits", ("step", "vocab"))
 
@@ -236,8 +218,8 @@ def test_a_cache_refreshed_at_every_step_is_the_recompute_path(load, case):
 @every_kind
 def test_a_refresh_forgets_what_the_policy_did(load, case):
     model = load(case)
-    found = run(model, kv.Cached(Louder(), refresh=3)).logits
-    plain = run(model, "recompute").logits
+    found = forced_run(model, kv.Cached(Louder(), refresh=3)).logits
+    plain = forced_run(model, "recompute").logits
     equal = [torch.equal(a, b) for a, b in zip(found, plain, strict=True)]
     assert equal == [step % 3 == 0 for step in range(STEPS)]
 
