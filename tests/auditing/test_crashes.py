@@ -83,3 +83,22 @@ def test_what_a_model_runs_through_a_mode_of_ours_crashes_as_it_does_without(aro
     with around(), pytest.raises(RuntimeError) as raised:
         model(torch.zeros(3))
     assert whose(raised.value, model)[0] == CRASHES
+
+
+def test_a_model_that_skips_its_last_block_is_audited() -> None:
+    """As Mllama skips its cross-attention where there is no image."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=99, num_key_value_heads=2, max_position_embeddings=64, **sizes)).eval()
+    whole = model.model.forward
+
+    def shorter(*given: Any, **named: Any) -> Any:
+        model.config.num_hidden_layers = 2  # Its loop ends there.
+        try:
+            return whole(*given, **named)
+        finally:
+            model.config.num_hidden_layers = 3
+
+    model.model.forward = shorter
+    verdict = kv.audit(model, **FEW)
+    assert verdict.exit_code == 0, verdict.reading

@@ -159,11 +159,36 @@ class _Measurement:
         cache = None
         for start, stop in itertools.pairwise(ends):
             logits, cache = self.hooks.feed(start, stop, cache, equal_inputs)
-            yield start, stop, _rows(self.hooks, logits[0], stop - start)
+            yield start, stop, self._rows(self.hooks, logits[0], stop - start)
+
+    def _rows(
+        self, source: BlockHooks | Reference, logits: Tensor, count: int, stop: int | None = None
+    ) -> Rows:
+        """The newest rows of what every part was given and returned, in that order, and of the
+        logits, ``[row, width]``. They stand behind the last block, whether or not it ran: a model
+        may skip one, as Mllama does its cross-attention without an image.
+
+        Args:
+            source: The hooks after a forward, or a reference.
+            logits: ``[position, vocabulary]`` of the same.
+            count: How many.
+            stop: As if the tokens ended there.
+        """
+        rows: Rows = {}
+        for (layer, nth), tensor in source.inputs.items():
+            rows[(layer, "input", nth) if rows else (EMBEDDING, "output", 0)] = tensor
+            if (layer, nth) in source.outputs:
+                rows[layer, "output", nth] = source.outputs[layer, nth]
+        head = len(self.hooks.model.blocks)
+        if source.normed is not None:
+            rows[head, NORMED, 0] = source.normed
+        rows[head, "output", 0] = logits
+        newest = {part: tensor[..., :stop, :][..., -count:, :] for part, tensor in rows.items()}
+        return {part: tensor.movedim(-2, 0).flatten(1).clone() for part, tensor in newest.items()}
 
     def _whole(self, stop: int, count: int = 1) -> Rows:
         """The newest rows of the reference, as if its tokens ended at ``stop``."""
-        return _rows(self.hooks.reference, self.hooks.reference.logits, count, stop)
+        return self._rows(self.hooks.reference, self.hooks.reference.logits, count, stop)
 
     def _prefix(self, stop: int, equal_inputs: str = "yes", count: int = 1) -> Rows:
         """The newest rows of a prefix recomputed, once where it can be; the reference is that of
@@ -175,7 +200,9 @@ class _Measurement:
         if made not in self.again or len(next(iter(self.again[made].values()))) < count:
             # Every row of a prompt of its own is asked for, too.
             rows = stop if stop in self.plan.prefills and equal_inputs == "yes" else count
-            self.again[made] = _rows(self.hooks, self.hooks.recompute(stop, equal_inputs)[0], rows)
+            self.again[made] = self._rows(
+                self.hooks, self.hooks.recompute(stop, equal_inputs)[0], rows
+            )
         return {part: rows[-count:] for part, rows in self.again[made].items()}
 
     def _is_reference(self, start: int, stop: int) -> bool:
@@ -287,31 +314,6 @@ class _Measurement:
                     shown["token"] = [adapter.decode([index]) for index in shown["index"]]
                 layers, top = table.assign(**where), shown.assign(**where)
         return steps, layers, top
-
-
-def _rows(
-    source: BlockHooks | Reference, logits: Tensor, count: int, stop: int | None = None
-) -> Rows:
-    """The newest rows of what every part was given and returned, in that order, and of the logits,
-    ``[row, width]``.
-
-    Args:
-        source: The hooks after a forward, or a reference.
-        logits: ``[position, vocabulary]`` of the same.
-        count: How many.
-        stop: As if the tokens ended there.
-    """
-    rows: Rows = {}
-    for (layer, nth), tensor in source.inputs.items():
-        rows[(layer, "input", nth) if rows else (EMBEDDING, "output", 0)] = tensor
-        if (layer, nth) in source.outputs:
-            rows[layer, "output", nth] = source.outputs[layer, nth]
-    head = max((layer for layer, _ in source.inputs), default=-1) + 1
-    if source.normed is not None:
-        rows[head, NORMED, 0] = source.normed
-    rows[head, "output", 0] = logits
-    newest = {part: tensor[..., :stop, :][..., -count:, :] for part, tensor in rows.items()}
-    return {part: tensor.movedim(-2, 0).flatten(1).clone() for part, tensor in newest.items()}
 
 
 def _sizes(a: Tensor, b: Tensor) -> dict[str, float]:
