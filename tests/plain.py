@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -29,26 +29,34 @@ def forced_run(model: Any, path: Any, prompt: Sequence[int] = PROMPT, **more: An
     return kv.run(model, list(prompt), path, **settings)
 
 
-@torch.no_grad()
-def plain_loop(model: nn.Module, prompt: Tensor, fed: Sequence[int] = FED, cache: Any = None) -> Tensor:
-    """Logits ``[step, vocab]``; the model makes its own cache unless one is given, and is given no position and no mask."""
+def plain_steps(model: nn.Module, prompt: Tensor, fed: Sequence[int] = FED, cache: Any = None) -> Iterator[Tensor]:
+    """Logits ``[batch, vocab]`` of each step; the model makes its own cache unless one is given, and is given no position and no
+    mask."""
     given = {} if cache is None else {"past_key_values": cache}
     output = model(prompt, use_cache=True, **given)
-    rows = [output.logits[0, -1].clone()]
+    yield output.logits[:, -1]
     for token in fed:
-        output = model(prompt.new_tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
-        rows.append(output.logits[0, -1].clone())
-    return torch.stack(rows)
+        row = prompt.new_full((len(prompt), 1), token)
+        output = model(row, past_key_values=output.past_key_values, use_cache=True)
+        yield output.logits[:, -1]
+
+
+@torch.no_grad()
+def plain_loop(model: nn.Module, prompt: Tensor, fed: Sequence[int] = FED, cache: Any = None) -> Tensor:
+    """Those of one text, ``[step, vocab]``."""
+    return torch.stack([row[0].clone() for row in plain_steps(model, prompt, fed, cache)])
+
+
+def prefixes(prompt: Tensor, fed: Sequence[int] = FED) -> Iterator[Tensor]:
+    """The whole texts so far at each step, ``[batch, position]``."""
+    for step in range(len(fed) + 1):
+        yield torch.cat([prompt, prompt.new_tensor([list(fed[:step])] * len(prompt))], 1)
 
 
 @torch.no_grad()
 def plain_recompute(model: nn.Module, prompt: Tensor, fed: Sequence[int] = FED) -> Tensor:
     """Logits ``[step, vocab]`` of the whole prefix at every step, without a cache."""
-    rows = []
-    for step in range(len(fed) + 1):
-        tokens = torch.cat([prompt, prompt.new_tensor([list(fed[:step])])], 1)
-        rows.append(model(tokens, use_cache=False).logits[0, -1].clone())
-    return torch.stack(rows)
+    return torch.stack([model(tokens, use_cache=False).logits[0, -1].clone() for tokens in prefixes(prompt, fed)])
 
 
 @torch.no_grad()

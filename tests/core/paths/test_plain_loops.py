@@ -8,30 +8,16 @@ import pytest
 import torch
 
 import kvinterp as kv
+from plain import FED, plain_steps, prefixes
 from support import CASES, PROMPT, Case, assert_bitwise, cases
 
 pytestmark = pytest.mark.bits
 
-STEPS = 6
-FED = [7, 81, 23, 23, 60]
+STEPS = len(FED) + 1
 
 
 def prompt_of(case):
     return list(PROMPT) + [(11 * i) % 90 + 4 for i in range(18)] if "gemma2-mini" in case.model else list(PROMPT)
-
-
-def transformers_logits(output):
-    return getattr(output, "logits", output)[:, -1]
-
-
-def plain_native(model, prompt):
-    """transformers' own loop: the model makes its own cache, and is given no position and no mask."""
-    output = model(prompt, use_cache=True)
-    yield transformers_logits(output)
-    for token in FED:
-        row = torch.full((len(prompt), 1), token)
-        output = model(row, past_key_values=output.past_key_values, use_cache=True)
-        yield transformers_logits(output)
 
 
 def plain_bridge(model, prompt):
@@ -55,8 +41,7 @@ def plain_hooked(model, prompt):
 
 def plain_recompute(case, model, prompt):
     """The whole prefix at every step, without a cache."""
-    for step in range(STEPS):
-        tokens = torch.cat([prompt, torch.tensor([FED[:step]] * len(prompt), dtype=torch.long)], 1)
+    for tokens in prefixes(prompt):
         if case.kind == "native":
             yield model(tokens, use_cache=False).logits[:, -1]
         elif case.kind == "bridge":
@@ -66,7 +51,7 @@ def plain_recompute(case, model, prompt):
 
 
 def plain_loops(case, model, prompt):
-    cached = {"native": plain_native, "bridge": plain_bridge, "hooked": plain_hooked}[case.kind]
+    cached = {"native": plain_steps, "bridge": plain_bridge, "hooked": plain_hooked}[case.kind]
     with torch.no_grad():
         return (
             torch.cat([row.clone() for row in cached(model, prompt)]),
@@ -108,7 +93,7 @@ def test_a_batch_has_the_bits_of_a_plain_loop_over_the_batch(load, case):
     adapter = load(case)
     batch = torch.tensor([prompt_of(case), prompt_of(case)[::-1], [token + 1 for token in prompt_of(case)]])
     with torch.no_grad():
-        cached = {"native": plain_native, "bridge": plain_bridge, "hooked": plain_hooked}[case.kind]
+        cached = {"native": plain_steps, "bridge": plain_bridge, "hooked": plain_hooked}[case.kind]
         loops = {"cached": cached(adapter.model, batch), "recompute": plain_recompute(case, adapter.model, batch)}
         for path, loop in loops.items():
             with kv.paths.Runner(adapter, kv.path_named(path), batch, STEPS) as runner:
@@ -124,7 +109,7 @@ def test_a_plain_loop_under_split_k_differs_and_is_still_what_kvinterp_computes(
     mode = kv.paths.SplitK(2, "float32").mode(adapter)
     rows = []
     # Without layers the mode need not know which one runs, and is entered as the runner enters it, once a forward.
-    loop = plain_native(adapter.model, torch.tensor([prompt]))
+    loop = plain_steps(adapter.model, torch.tensor([prompt]))
     for _ in range(STEPS):
         with torch.no_grad(), mode:
             rows.append(next(loop).clone())
