@@ -33,12 +33,14 @@ class Call:
             was told nothing, and they are the model's own.
         output: ``[batch, column]``, the token ids that it returned; None while it runs, and where
             it returned a text.
+        beams: How many it searches with.
     """
 
     prompt_length: int = 0
     mask: Tensor | None = None
     ends: tuple[int, ...] | None = None
     output: Tensor | None = None
+    beams: int = 1
 
 
 class Calls:
@@ -145,6 +147,10 @@ class Calls:
         mask = kwargs.get("attention_mask")
         call.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         call.ends = _ends_of(kwargs)
+        own = getattr(self.adapter.source, "generation_config", None)
+        configs = [kwargs.get("generation_config"), own]
+        told = (kwargs.get("num_beams"), *(getattr(each, "num_beams", None) for each in configs))
+        call.beams = next((count for count in told if isinstance(count, int)), 1)
         try:
             output = generate(*args, **kwargs)
             ids = getattr(output, "sequences", output)

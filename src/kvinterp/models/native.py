@@ -416,7 +416,8 @@ class NativeAdapter(OnTransformersCache):
                 f"a {type(model).__name__} has no generate(): open kv.record(model, ..., positions='all') around a loop of "
                 "your own, and call its texts()."
             )
-        chosen: dict[str, Any] = {"do_sample": False}
+        # What a user's own generation_config says of sampling stays as it is.
+        chosen: dict[str, Any] = {} if "generation_config" in options else {"do_sample": False}
         if getattr(getattr(model, "generation_config", None), "pad_token_id", None) is None:
             # Otherwise generate() names one in a warning; which one does not matter, as pads are
             # masked.

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -197,21 +197,23 @@ class Recording(Recorder, WatchesPasses):
         if passes.silent:
             raise InputError(f"{self.context} heard nothing: {passes.silence()}")
 
-    def texts(self, output: Tensor | None = None, mask: Tensor | None = None) -> list[Generation]:
+    def texts(self, output: Any = None, mask: Tensor | None = None) -> list[Generation]:
         """Returns the texts that were computed, each with the activations of the run that computed
-        it, without pads.
+        it, without pads. What follows the first prompt counts as generated, the prompt of a second
+        turn too.
 
         Args:
-            output: ``[batch, column]``, what ``generate`` returned, where it was not seen: the last
-                token is never fed.
+            output: ``[batch, column]``, what ``generate`` returned, or its object with
+                ``sequences``, where it was not seen: the last token is never fed.
             mask: ``[batch, column]``, 0 at pads, where neither ``generate`` nor the forwards were
                 given one of two dimensions.
 
         Raises:
             InputError: Only newest positions were recorded, no token ids were seen, or a cache held
                 a part of a text before.
-            UnsupportedError: Rows are padded elsewhere than in front.
+            UnsupportedError: Rows are padded elsewhere than in front, or are the beams of a search.
         """
+        output = getattr(output, "sequences", output)
         if self.positions != "all":
             raise InputError(
                 f"positions={self.positions!r} was recorded: open kv.record(..., positions='all') for whole texts."
@@ -225,6 +227,12 @@ class Recording(Recorder, WatchesPasses):
             raise InputError(
                 f"a cache held {batch.begins} positions before {self.context} was opened, of which nothing was seen: open it "
                 "around the forward of the prompt too."
+            )
+        beams = max((call.beams for call in batch.calls), default=1)
+        if beams > 1:
+            raise UnsupportedError(
+                f"generate() searched with {beams} beams, whose rows change places at every step: what was recorded are rows "
+                "and no texts. Generate with num_beams=1; several texts of a prompt can be sampled with num_return_sequences."
             )
         ids = batch.ids
         for known in (output, *(call.output for call in batch.calls)):
@@ -242,9 +250,9 @@ class Recording(Recorder, WatchesPasses):
             if seen is None
             else pads_in(seen[:, : batch.prompt_length])
         )
-        own = self.adapter.end_tokens
-        told = [own if call.ends is None else call.ends for call in batch.calls] or [own]
-        ends = tuple(set().union(*told))
+        # A prompt of which several texts are written has one mask and as many rows.
+        pads = [row for row in pads for _ in range(len(ids) // len(pads))]
+        ends = self._ends(batch)
         unread = self._passes.rows.unread
         path = (
             "cached"
@@ -280,6 +288,12 @@ class Recording(Recorder, WatchesPasses):
                 adapter=self.adapter,
             )
 
+    def _ends(self, batch: _Batch) -> tuple[int, ...]:
+        """The tokens that end the texts of a batch."""
+        own = self.adapter.end_tokens
+        told = [own if call.ends is None else call.ends for call in batch.calls] or [own]
+        return tuple(set().union(*told))
+
     def _chosen(
         self, batch: _Batch, pads: Sequence[int], begin: int, stop: int, tokens: Sequence[int]
     ) -> list[int] | None:
@@ -293,7 +307,7 @@ class Recording(Recorder, WatchesPasses):
                 "give generate() an attention_mask, or record positions='all'."
             )
         kept = set(itertools.chain.from_iterable(here.columns or () for here in batch.passes))
-        first = max(begin, batch.end - window.count) if window.kind == "last" else begin
+        first = max(begin, stop - window.count) if window.kind == "last" else begin
         if window.kind == "around":
             own = tokens[begin:]
             near = [at for at in range(begin, stop) if window.near(at - begin, own)]
@@ -410,8 +424,21 @@ class Recording(Recorder, WatchesPasses):
                 columns: tuple[int, ...] = ()
                 if window.kind == "around":
                     columns = _columns_near(window, batch.passes[at], batch.ids)
+                elif batch.ids is not None:
+                    columns = self._last_of_ended(window, batch, batch.passes[at])
                 self._keep_alone(batch, at, columns)
             self._gone += 1
+
+    def _last_of_ended(self, window: Window, batch: _Batch, here: Pass) -> tuple[int, ...]:
+        """The columns of a pass that are the last of a row which ended before the others."""
+        own = range(here.start, here.stop) if here.columns is None else here.columns
+        first = max(here.start + 1, batch.prompt_length)
+        near = cast(Tensor, batch.ids)[:, first : here.stop + window.count]
+        ended = torch.isin(near, torch.tensor(self._ends(batch), device=near.device)).any(0)
+        at = [first + column for column in ended.nonzero().flatten().tolist()]
+        return tuple(
+            column for column in own if any(column < end <= column + window.count for end in at)
+        )
 
     def _keep_alone(self, batch: _Batch, at: int, columns: tuple[int, ...]) -> None:
         """Keeps some columns of a pass, and lets go of its others."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 import kvinterp as kv
 from kvinterp.models.inputs import left_padded
@@ -286,3 +287,29 @@ def test_a_cache_that_is_not_read_is_said(takes: str) -> None:
     assert (len(text.prompt), len(text.tokens), len(text.positions), len(text.logits)) == (9, 3, 11, 3)
     alone = text["pattern", 0][:, 9:]
     assert torch.equal(alone, torch.eye(11)[9:].expand_as(alone)), "each step attended to its own row alone"
+
+
+def test_several_texts_of_a_prompt_are_rows_and_beams_are_none() -> None:
+    """Beams change places at every step: the activations of a row are no text's."""
+    adapter = kv.load_model("zoo:gqa2-mini", dtype="float64")
+    sampled = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW, "min_new_tokens": NEW}
+    torch.manual_seed(0)
+    texts = kv.generated(adapter, list(PROMPTS), "resid_post", batch_size=2, **sampled)
+    assert [text.prompt for text in texts] == [tuple(prompt) for prompt in PROMPTS for _ in range(3)]
+    assert len({text.tokens for text in texts}) > 1
+    for text in texts:
+        with kv.record(adapter, "resid_post", positions="all") as plain, torch.no_grad():
+            adapter.model(torch.tensor([[*text.prompt, *text.tokens[:-1]]]))
+        assert_close(text["resid_post", 3], plain["resid_post", 3][0], relative=1e-9)
+    with kv.record(adapter, "resid_post", positions="all") as recorder, torch.no_grad():
+        adapter.model.generate(torch.tensor([PROMPTS[0]]), num_beams=2, max_new_tokens=3)
+    with pytest.raises(kv.UnsupportedError, match="2 beams, whose rows change places"):
+        recorder.texts()
+
+
+def test_a_generation_config_of_ones_own_says_whether_tokens_are_drawn() -> None:
+    adapter = kv.load_model("zoo:gqa2-mini")
+    own = GenerationConfig(do_sample=True, temperature=9.0, max_new_tokens=NEW)
+    torch.manual_seed(0)
+    drawn = {kv.generated(adapter, [list(PROMPTS[1])], generation_config=own)[0].tokens for _ in range(4)}
+    assert len(drawn) > 1

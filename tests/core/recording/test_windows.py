@@ -63,6 +63,22 @@ def test_a_window_has_the_rows_of_the_whole(model: Any, window: Any, cached: boo
 
 
 @pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("count", [1, 3, 6])
+def test_the_last_positions_of_a_text_that_ends_before_the_others_are_its_own(
+    model: Any, whole: Any, cached: bool, count: int
+) -> None:
+    ends = whole[1].tokens[2]
+    assert ends not in whole[0].tokens
+    assert ends not in whole[1].tokens[:2]
+    how = {"eos_token_id": ends, "pad_token_id": 0, **({} if cached else {"use_cache": False})}
+    for all_of_it, text in zip(texts_of(model, **how), texts_of(model, positions=f"last({count})", **how), strict=True):
+        wanted = list(all_of_it.positions)[-count:]
+        assert list(text.positions) == wanted
+        for hook_point in text.records:
+            assert_bitwise(text[hook_point], rows_at(all_of_it, hook_point, wanted), str(hook_point))
+
+
+@pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("distance", [0, 1, 3])
 def test_around_tokens(
     model: Any,
