@@ -221,11 +221,12 @@ class Run(FedRows):
 
     @property
     def use(self) -> str:
-        """What the program is about: its last use that not every program has."""
-        return next(
-            (use for use in reversed(self.uses) if use not in COMMON),
-            self.uses[-1] if self.uses else "",
-        )
+        """What the program is about: its last use that not every program has, and how columns are
+        fed only where nothing else was done to the cache.
+        """
+        about = [use for use in self.uses if use not in COMMON] or self.uses[-1:]
+        others = [use for use in about if "several chunks" not in use]
+        return (others or about or [""])[-1]
 
     # What is fed ----------------------------------------------------------------------------------
 

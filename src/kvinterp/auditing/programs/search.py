@@ -60,7 +60,7 @@ FIRST = (
     "rows(0,tokens=special)+feed(9)+feed(6,1)+feed(6,1)",
     "rows(0+4)+feed(9)+request(9,3,rows=same)+feed(3,1)",
     f"rows({'+'.join('0' * 9)})+feed(5)+feed(3,1)",
-    "rows(0)+feed(50)+feed(13)+crop(12)+feed(2,1)",
+    "rows(0)+feed(40)+feed(5)+crop(17)+feed(24)+feed(2,1)",
     "rows(0+0)+feed(6)+join()+feed(2,1)",
     "rows(0)+feed(6)+draft(3)+draft(3)+feed(2,1)",
     "rows(0,cache=static)+feed(6)+feed(3,1)",
@@ -213,7 +213,7 @@ def far(context: int) -> dict[str, int]:
         found[
             f"rows(0+0+0)+feed({near - 9})+feed(1)+reorder(2+0+1)+feed(1)+select(2+0)+feed(1)+repeat(3)+feed(1)"
         ] = near
-        found[f"rows(0)+feed({near - 24})+feed(20)+crop(18)+feed(2,1)"] = near
+        found[f"rows(0)+feed({near - 12})+feed(20)+crop(18)+feed(20)+feed(2,1)"] = near
         found[f"rows(0,cache=static)+feed({last - 2})+feed(5,1)"] = last
         found[f"rows(0)+generate({last - 2},5)"] = last
     if context >= FURTHEST + 3:
