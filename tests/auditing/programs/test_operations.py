@@ -124,3 +124,11 @@ def test_an_operation_is_right_on_a_sound_model_and_wrong_where_it_is_planted(op
     faulty = run_program(planted(operation), program_named(PROGRAMS[operation]))
     assert faulty.word == WRONG, faulty.why
     assert "raises" not in faulty.why
+
+
+@pytest.mark.parametrize(
+    "program", ["rows(2)+feed(1)+spoil()", "rows(2)+feed(2)+spoil()+feed(1)", "rows(1)+feed(2)+spoil()"]
+)
+def test_a_cache_that_holds_pads_alone_need_not_be_read(program):
+    """A shrunk program said of a sound cache that it was not read."""
+    assert run_program(planted(""), program_named(program)).word != WRONG

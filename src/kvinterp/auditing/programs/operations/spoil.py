@@ -31,12 +31,13 @@ class Spoil(Operation):
     """
 
     def offered(self, run: Run) -> bool:
-        """Where the subject is a transformers model itself."""
+        """Where the subject is a transformers model itself, and its cache holds more than pads."""
         return (
             super().offered(run)
             and run.subject.native
             and run.ids.shape[1] + 3 <= run.max_columns
             and not any(run.pads)
+            and any(run.texts)
         )
 
     def do(self, run: Run) -> None:
