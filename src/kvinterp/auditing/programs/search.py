@@ -60,7 +60,7 @@ FIRST = (
     "rows(0,tokens=special)+feed(9)+feed(6,1)+feed(6,1)",
     "rows(0+4)+feed(9)+request(9,3,rows=same)+feed(3,1)",
     f"rows({'+'.join('0' * 9)})+feed(5)+feed(3,1)",
-    "rows(0)+feed(40)+feed(5)+crop(17)+feed(24)+feed(2,1)",
+    "rows(0)+feed(40)+feed(18)+crop(17)+feed(20)+feed(2,1)",
     "rows(0+0)+feed(6)+join()+feed(2,1)",
     "rows(0)+feed(6)+draft(3)+draft(3)+feed(2,1)",
     "rows(0,cache=static)+feed(6)+feed(3,1)",
@@ -105,7 +105,7 @@ FIRST = (
     # What was kept by its shape belongs to another batch.
     "rows(0+4)+request(9,3,rows=same)+feed(9)+feed(3,1)",
     "rows(0,told=mask)+request(9,3,rows=same)+feed(9)+feed(3,1)",
-    "rows(0)+feed(6)+feed(7,1)+feed(6,1)+crop(12)+feed(3,1)",
+    "rows(0)+feed(20)+feed(7,1)+feed(6,1)+crop(12)+feed(13)+feed(3,1)",
     "rows(0,cache=recording)+feed(19)+feed(7,1)+feed(6,1)+crop(12)+feed(3,1)",
     f"rows({'+'.join('012' * 3)})+generate(6,3)",
     f"rows({'+'.join('01200' * 3)}+3+0)+feed(6)+feed(2,1)",
