@@ -23,7 +23,7 @@ from kvinterp.common.files import SUMMARY, is_file, is_folder
 from kvinterp.common.store import check_finished
 from kvinterp.common.wings import handed, taken
 from kvinterp.errors import InputError, unexpected
-from kvinterp.recording import Trace
+from kvinterp.recording import Generation, Trace
 
 _MADE = (
     "model",
@@ -76,8 +76,8 @@ def load(folder: str | os.PathLike[str]) -> Any:
 
     Returns:
         What is kept there: a :class:`Comparison`, a :class:`Sweep`, a :class:`Decomposition`, a
-        :class:`KernelsTable`, a :class:`Verdict`, a :class:`Trace`, what :func:`kvinterp.localise`
-        found, or the :class:`Result` of another experiment, with its ``tables`` and its
+        :class:`KernelsTable`, a :class:`Verdict`, a :class:`Trace`, a :class:`Generation`, what
+        :func:`kvinterp.localise` found, or the :class:`Result` of another experiment, with its ``tables`` and its
         ``summary``.
 
     Raises:
@@ -109,6 +109,8 @@ def _without_a_summary(path: Path) -> Any:
             return taken("folders", name, f"a folder with {name}").load(path)
     if is_file(path / "trace.json"):
         return Trace.load(path)
+    if is_file(path / "generation.json"):
+        return Generation.load(path)
     check_finished(path)
     raise InputError(
         f"folder {str(path)!r} holds no result: give one that kvinterp wrote, with a summary.json in it."

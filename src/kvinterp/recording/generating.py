@@ -64,8 +64,9 @@ def generated(
         into: A folder in which what was recorded is kept in parts, for texts that do not fit into
             memory; the texts that are returned read from there. Default: in memory.
         **options: What the model's ``generate`` is given besides: ``do_sample=True``,
-            ``temperature``, ``cache_implementation``, ``prefill_chunk_size`` (greedy decoding if
-            nothing says otherwise). Sampling draws from torch's own generator: call
+            ``temperature``, ``cache_implementation``, ``prefill_chunk_size`` (greedy decoding
+            unless an option or a ``generation_config`` says otherwise, whatever the model's own config
+            says). Sampling draws from torch's own generator: call
             ``torch.manual_seed`` before.
 
     Returns:

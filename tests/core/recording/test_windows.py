@@ -199,6 +199,7 @@ def test_parts_on_disk(model: Any, whole: list[kv.Generation], tmp_path: Path, m
 def test_what_is_saved_is_read_again(model: Any, tmp_path: Path) -> None:
     (text,) = kv.generated(model, PROMPTS[0], SITES, [0, 3], max_new_tokens=NEW, logits="keep", positions="every(2)")
     read = kv.Generation.load(text.save(tmp_path / "text"), model)
+    assert kv.load(tmp_path / "text").tokens == text.tokens
     assert (read.text, read.positions, read.path, read.derived) == (text.text, text.positions, text.path, text.derived)
     assert list(read.records) == list(text.records)
     for place in text.records:
