@@ -29,7 +29,13 @@ COLUMNS = {
     "drafts": ("assisted decoding", "prompt lookup", "drafts checked", "sampled assisted decoding"),
     "crop": ("crop and go on", "cache that records its past"),
     "rows": ("reorder_cache", "batch_select_indices", "batch_repeat_interleave", "rows that join"),
-    "fork": ("fork", "another request in between", "another batch, padded otherwise", "the same request again"),
+    "fork": (
+        "fork",
+        "another request in between",
+        "another batch, padded otherwise",
+        "the same request again",
+        "a cache that was reset",
+    ),
     "bare": ("DynamicCache()",),
     "static": ("StaticCache",),
     "forms": (

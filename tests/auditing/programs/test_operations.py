@@ -85,6 +85,7 @@ PROGRAMS = {
     "fork": "rows(0)+feed(6)+fork(2)+feed(2,1)",
     "request": "rows(0)+feed(6)+request(5)+feed(2,1)",
     "again": "rows(0)+feed(6)+again()+feed(6)+feed(2,1)",
+    "reset": "rows(0)+reset(7)+feed(6)+feed(2,1)",
     "generate": "rows(0)+generate(6,3)",
     "compile": "rows(0)+feed(6)+compile(eager)+feed(2,1)",
     "pack": "rows(0)+pack(5+3)+feed(2)",
@@ -98,6 +99,7 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "select": ("batch_select_indices", stays),
     "repeat": ("batch_repeat_interleave", tiled),
     "fork": ("__deepcopy__", shared),
+    "reset": ("reset", stays),
 }
 """Of a cache rather than of the model: which of its methods does what instead."""
 

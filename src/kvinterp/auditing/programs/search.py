@@ -104,6 +104,8 @@ FIRST = (
     "rows(0+3,pad=model)+generate(9,8,ends)",
     # What was kept by its shape belongs to another batch.
     "rows(0+4)+request(9,3,rows=same)+feed(9)+feed(3,1)",
+    "rows(0)+reset(7)+feed(9)+feed(3,1)",
+    "rows(0+0,cache=static)+reset(11)+feed(9)+feed(3,1)",
     "rows(0,told=mask)+request(9,3,rows=same)+feed(9)+feed(3,1)",
     "rows(0)+feed(20)+feed(7,1)+feed(6,1)+crop(12)+feed(13)+feed(3,1)",
     "rows(0,cache=recording)+feed(19)+feed(7,1)+feed(6,1)+crop(12)+feed(3,1)",

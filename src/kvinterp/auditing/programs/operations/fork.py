@@ -1,5 +1,5 @@
-"""``fork``, ``request``, ``again``: a copy is fed first; another request comes in between; the same
-request comes again.
+"""``fork``, ``request``, ``again``, ``reset``: a copy is fed first; another request comes in between;
+the same request comes again; another one leaves the very cache, which is emptied.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kvinterp.auditing.programs.running import Run
 from kvinterp.auditing.programs.subject import Subject
 from kvinterp.common.checks import check_known
 from kvinterp.errors import UnsupportedError, named
+from kvinterp.models.caches import offers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,38 @@ class Again(Operation):
         run.begin()
         run.ends, run.singly, run.pending = [], 0, None
         run.makes_cache()
+
+
+@dataclasses.dataclass(frozen=True)
+class Reset(Operation):
+    """Another request is served on the very cache, which is then emptied, as a static one is between
+    two texts: what it leaves behind is seen by what is fed next.
+
+    Not drawn: only a program's beginning has an empty cache.
+
+    Attributes:
+        width: Tokens of the other's prompt.
+    """
+
+    width: int
+    weight = 0
+
+    def offered(self, run: Run) -> bool:
+        """At the beginning, where the subject is a transformers model itself."""
+        return run.subject.native and not run.filled
+
+    def do(self, run: Run) -> None:
+        """Serves and empties; what is fed next is judged."""
+        ids = another_prompt(run, self.width).repeat(len(run.texts), 1)
+        model_kwargs = run.subject.reads(run.subject.begins[-1:] * len(run.texts))
+        held = "no" if run.cache is None else "yes"
+        run.lines.append(run.subject.feed_line(ids, held, **model_kwargs))
+        cache = run.subject.feed(ids, run.cache, **model_kwargs)[1]
+        if not offers(cache, "reset"):
+            raise RefusedError("its cache has no reset()")
+        run.tries("a cache that was reset", "cache.reset()")
+        cache.reset()
+        run.cache = cache
 
 
 def needs_two_caches(run: Run) -> None:
