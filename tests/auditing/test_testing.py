@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import subprocess
 import sys
@@ -20,8 +21,12 @@ from kvinterp.auditing.baseline import WRITE
 from kvinterp.testing import CacheInconsistency, CacheTesterMixin, assert_cache_consistent
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-import model_tests  # noqa: E402
+# By its file: the folder on the path would hide modules of the tests that are called as some in it are.
+_spec = importlib.util.spec_from_file_location("model_tests", BENCHMARKS / "model_tests.py")
+assert _spec is not None
+assert _spec.loader is not None
+model_tests = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(model_tests)
 
 QUICKLY: dict[str, Any] = {"lengths": (5,), "steps": 1, "rungs": ("float32",), "seconds": 4.0}
 SIZES = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4}
