@@ -208,7 +208,7 @@ def test_the_page_of_releases_opens_the_script_of_each_fault_and_is_escaped(tmp_
     assert {"CausalLM.mamba.chunks", "types"} <= links <= places
     assert 'href="quick/transformers-5.9.0.json"' in text
     assert "In transformers 5.18.0, 1 of 3 types get a use of their cache wrong." in text
-    assert "Since 5.9.0 1 use became wrong: several chunks, with 5.18.0 (1 type)." in text
+    assert "Since 5.9.0, 1 use became wrong: several chunks, with 5.18.0 (1 type)." in text
     assert "several chunks: right in 5.9.0, then <strong>wrong</strong>" in text
     assert '<th scope="row">llama</th>' in text
     assert "Absent, then tried: gone" in text

@@ -179,7 +179,7 @@ def _lead(boards: dict[str, dict[str, Any]], pairs: Sequence[dict[str, Any]]) ->
         for release, use in worse
     )
     count = f"{len(worse)} use{'s' * (len(worse) != 1)} became wrong: {became}" if worse else "no use became wrong"
-    return f"In transformers {newest}, {wrong} of {of_all} types get a use of their cache wrong. Since {first} {count}."
+    return f"In transformers {newest}, {wrong} of {of_all} types get a use of their cache wrong. Since {first}, {count}."
 
 
 def _walked(boards: dict[str, dict[str, Any]], wanted: Callable[[str], bool]) -> dict[str, dict[str, Any]]:
