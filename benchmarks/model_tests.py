@@ -169,19 +169,9 @@ HYBRID: dict[str, Any] = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
-BERT: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 37,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.1,
-    "attention_probs_dropout_prob": 0.1,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 16,
-    "initializer_range": 0.02,
-}
+_OF_BERT = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "hidden_act", "hidden_dropout_prob",
+            "attention_probs_dropout_prob", "max_position_embeddings", "type_vocab_size", "initializer_range")  # fmt: skip
+BERT: dict[str, Any] = {**{name: COMMON[name] for name in _OF_BERT}, "num_attention_heads": 4}
 WRITTEN: dict[str, dict[str, Any]] = {
     "mamba": {**MAMBA, "intermediate_size": 32, "tie_word_embeddings": True},
     "falcon_mamba": {**MAMBA, "intermediate_size": 32, "tie_word_embeddings": True},

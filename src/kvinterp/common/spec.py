@@ -18,7 +18,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any, TypeVar, get_args
 
@@ -60,38 +60,30 @@ class Plugins(Mapping[str, type[Plugin]]):
     """
 
     def __init__(self, folder: ModuleType, base: type[Plugin]) -> None:
-        self.base, self.defined = base, modules_of(folder, r"class ([A-Z]\w*)\(")
-        self.found: dict[str, type[Plugin]] = {}
+        self.base = base
+        self.defined: dict[str, list[tuple[str, str]]] = {}
+        for kind, modules in modules_of(folder, r"class ([A-Z]\w*)\(").items():
+            self.defined.setdefault(named(kind), []).extend((module, kind) for module in modules)
 
     def __getitem__(self, name: str) -> type[Plugin]:
-        if name not in self.found:
-            self.found |= self._of(kind for kind in self.defined if named(kind) == name)
-        return self.found[name]
+        kinds = [
+            getattr(importlib.import_module(module), kind) for module, kind in self.defined[name]
+        ]
+        plugins = (
+            kind for kind in kinds if issubclass(kind, self.base) and not inspect.isabstract(kind)
+        )
+        return by_name(*plugins)[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.whole)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self.whole)
+        return len(self.names)
 
     @functools.cached_property
-    def whole(self) -> dict[str, type[Plugin]]:
+    def names(self) -> list[str]:
         """All of them, in alphabetical order of their files."""
-        return self._of(self.defined)
-
-    def _of(self, names: Iterable[str]) -> dict[str, type[Plugin]]:
-        kinds = [
-            getattr(importlib.import_module(module), name)
-            for name in names
-            for module in self.defined[name]
-        ]
-        return by_name(
-            *(
-                kind
-                for kind in kinds
-                if issubclass(kind, self.base) and not inspect.isabstract(kind)
-            )
-        )
+        return [name for name in self.defined if name in self]
 
 
 def plugins_read(base: str, package: str = "") -> dict[str, Any]:

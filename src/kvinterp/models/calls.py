@@ -148,9 +148,7 @@ class Calls:
         call.mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         call.ends = _ends_of(kwargs)
         own = getattr(self.adapter.source, "generation_config", None)
-        configs = [kwargs.get("generation_config"), own]
-        told = (kwargs.get("num_beams"), *(getattr(each, "num_beams", None) for each in configs))
-        call.beams = next((count for count in told if isinstance(count, int)), 1)
+        call.beams = _told(kwargs, "num_beams") or getattr(own, "num_beams", None) or 1
         try:
             output = generate(*args, **kwargs)
             ids = getattr(output, "sequences", output)
@@ -166,9 +164,11 @@ def _ends_of(kwargs: dict[str, Any]) -> tuple[int, ...] | None:
     # HookedTransformer's and the bridge's; transformers itself has no such argument.
     if kwargs.get("stop_at_eos") is False:
         return ()
-    ends = kwargs.get("eos_token_id")
-    if ends is None:
-        ends = getattr(kwargs.get("generation_config"), "eos_token_id", None)
-    if ends is None:
-        return None
-    return tuple(torch.as_tensor(ends).flatten().tolist())
+    ends = _told(kwargs, "eos_token_id")
+    return None if ends is None else tuple(torch.as_tensor(ends).flatten().tolist())
+
+
+def _told(kwargs: dict[str, Any], name: str) -> Any:
+    """What a ``generate()`` called so is told by an option, or else by its generation_config."""
+    given = kwargs.get(name)
+    return getattr(kwargs.get("generation_config"), name, None) if given is None else given

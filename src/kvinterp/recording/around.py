@@ -251,7 +251,7 @@ class Recording(Recorder, WatchesPasses):
             else pads_in(seen[:, : batch.prompt_length])
         )
         # A prompt of which several texts are written has one mask and as many rows.
-        pads = [row for row in pads for _ in range(len(ids) // len(pads))]
+        pads = [row for row in pads for _ in range(max(len(ids) // len(pads), 1))]
         ends = self._ends(batch)
         unread = self._passes.rows.unread
         path = (

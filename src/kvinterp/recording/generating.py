@@ -67,14 +67,15 @@ def generated(
             ``temperature``, ``cache_implementation``, ``prefill_chunk_size`` (greedy decoding
             unless an option or a ``generation_config`` says otherwise, whatever the model's own config
             says). Sampling draws from torch's own generator: call
-            ``torch.manual_seed`` before.
+            ``torch.manual_seed`` before. With ``num_return_sequences`` a prompt has several texts.
 
     Returns:
         For each prompt its text and activations.
 
     Raises:
         InputError: Something given does not exist or does not fit.
-        UnsupportedError: The model cannot give a site, or has no ``generate``.
+        UnsupportedError: The model cannot give a site, has no ``generate``, or searches with beams,
+            whose rows are no texts.
 
     Example:
         >>> (text,) = kv.generated(model, "12 + 30 =", "resid_post,pattern")  # doctest: +SKIP
