@@ -209,12 +209,13 @@ def table(bad: dict[str, list[Any]], good: dict[str, list[Any]], of_all: str) ->
         good: Those of what is not.
         of_all: The heading of the share of all that are at fault.
     """
+    known = known_faults()
     lines = [f"|method|found|of all {of_all}|false alarms|median processor seconds|", "|---|---|---|---|---|"]
     for method in METHODS:
         could = [row for row in bad[method] if not row["said"].startswith("no")]
         sound = [row for row in good[method] if not row["said"].startswith("no")]
         found = sum(row["said"] == "found" for row in could)
-        others = [row for row in sound if (row.get("model_type"), row.get("use")) in known_faults()]
+        others = [row for row in sound if (row.get("model_type"), row.get("use")) in known]
         alarms = sum(row["said"] == "found" for row in sound) - len(others)
         seconds = statistics.median([row["seconds"] for row in could]) if could else float("nan")
         more = f", {len(others)} with another fault" if others else ""

@@ -158,7 +158,7 @@ def row_of(
         seconds = QUICK_SECONDS if breadth == "each" else SECONDS
         code = forked(lambda: tried(auto, name, config, programs, breadth), place := Path(aside) / "row", seconds)
         why = f"the process ended with {code}, within {seconds} seconds of the processor and {BYTES // 2**30} GiB"
-        if code == -signal.SIGKILL:  # What a process gets at its limit of the processor.
+        if code == -signal.SIGKILL:  # What a process gets at its limit of the processor; that of memory raises.
             why = f"not tried: it takes more than {seconds} seconds of the processor"
         row: dict[str, Any] = making.untried(auto, name, why) if code else json.loads(place.read_text())
     shown = [one for one in row["wrong"] if one["lines"]]
